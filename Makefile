@@ -1,0 +1,53 @@
+# The commands of the README. `make` alone lists them.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+ONLY ?=
+
+.PHONY: help setup run test verify lint lock clean
+
+help:
+	@echo "make run      set up and start everything (ONLY=\"web courier ...\" for some lines)"
+	@echo "make test     set up and run every test"
+	@echo "make verify   the whole story with real processes, recorded in docs/verification.md"
+	@echo "make setup    set up only: $(VENV) from the lock file, the tables"
+	@echo "make lint     flake8, mypy"
+	@echo "make lock     refresh the lock files from setup.cfg"
+	@echo "make clean    remove $(VENV); var/, where the data is, stays"
+
+$(VENV)/.runs: requirements.lock
+	@$(PYTHON) -c 'import sys; sys.exit("uketsuke needs Python >= 3.11; this is " + sys.version.split()[0] if sys.version_info < (3, 11) else 0)'
+	@echo "Setting up $(VENV) ..."
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --requirement requirements.lock
+	@touch $@
+
+$(VENV)/.tests: requirements-dev.lock $(VENV)/.runs
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --requirement requirements-dev.lock
+	@touch $@
+
+setup: $(VENV)/.runs
+	@$(BIN)/python -m app.stack --migrate
+
+run: $(VENV)/.runs
+	@exec $(BIN)/python -m app.stack $(ONLY)
+
+test: $(VENV)/.tests lint
+	@exec $(BIN)/python -m pytest
+
+verify: $(VENV)/.tests
+	@exec $(BIN)/python -m tests.verify
+
+lint: $(VENV)/.tests
+	@$(BIN)/flake8 app tasks hooksink tests examples celeryconfig.py
+	@$(BIN)/mypy --no-error-summary app tasks hooksink
+
+REQUIRES = $(BIN)/python -c 'import configparser as c; s = c.ConfigParser(); s.read("setup.cfg"); print(s["options"]["install_requires"], $(1))'
+COMPILE = $(BIN)/pip-compile --quiet --upgrade --strip-extras --no-header --no-annotate --no-emit-index-url --no-emit-find-links
+
+lock: $(VENV)/.tests
+	@$(call REQUIRES,"") | $(COMPILE) --output-file requirements.lock -
+	@$(call REQUIRES,s["options.extras_require"]["dev"]) | $(COMPILE) --constraint requirements.lock --output-file requirements-dev.lock -
+
+clean:
+	rm -rf $(VENV)

@@ -1,0 +1,231 @@
+"""Every setting, read once from the environment and `.env`. Units are in the names; reasons stand beside defaults."""
+from __future__ import annotations
+
+import base64
+import binascii
+import functools
+import ipaddress
+import os
+import re
+import secrets
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, Field, ValidationError, field_validator, model_validator
+from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+
+from app.errors import WrongSetting
+
+_SECRET_SETTINGS = frozenset({"API_TOKENS", "CALLBACK_SECRETS", "FLOWER_BASIC_AUTH"})
+_HOST_PORT = re.compile(r"(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9.-]+):([0-9]{1,5})")
+
+
+def _split(value: Any) -> Any:
+    """`a, b` as a tuple; an empty text is an empty tuple."""
+    if isinstance(value, str):
+        return tuple(part.strip() for part in value.split(",") if part.strip())
+    return value
+
+
+Texts = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)]
+Seconds = Annotated[tuple[int, ...], NoDecode, BeforeValidator(_split)]
+
+
+class Settings(BaseSettings):
+    """What the processes are told. Field names are the variables' names in lower case."""
+
+    model_config = SettingsConfigDict(env_file=".env", extra="ignore", hide_input_in_errors=True, frozen=True)
+
+    database_url: str = "sqlite:///var/jobs.sqlite3"
+    redis_url: str | None = None  # None: the embedded Valkey
+    broker_url: str | None = None  # None: redis_url
+    var_dir: Path = Path("var")  # SQLite file, Valkey's data, callback secret, hook.log
+
+    host: str = "127.0.0.1"
+    port: int = Field(8140, ge=1, le=65535)
+    web_workers: int = Field(2, ge=1, le=64)
+    web_threads: int = Field(4, ge=1, le=256)
+    hooksink_port: int = Field(8141, ge=1, le=65535)
+    hook_log: Path | None = None  # None: hook.log in var_dir
+    flower_port: int = Field(5555, ge=1, le=65535)
+    flower_basic_auth: str | None = None  # user:password
+
+    job_modules: Texts = ()
+    api_tokens: Texts = ()  # name:token; none: open to whoever reaches the port
+
+    callback_allow: Texts = ()  # host:port or CIDR; none: public addresses only
+    callback_secrets: Texts = ()  # whsec_...; newest first; none: a random one is kept in var_dir
+    callback_schedule_seconds: Seconds = (0, 5, 300, 1800, 7200, 18000, 36000, 50400, 72000, 86400)
+    callback_per_host: int = Field(4, ge=1, le=1000)
+    callback_timeout_seconds: float = Field(15, gt=0, le=300)
+
+    result_ttl_seconds: int = Field(86_400, ge=1)
+    tombstone_ttl_seconds: int = Field(30 * 86_400, ge=1)
+    idempotency_ttl_seconds: int = Field(86_400, ge=1)
+
+    relay_interval_seconds: float = Field(1, gt=0, le=3600)  # how late a submission is when Redis holds no wake token
+    lease_seconds: float = Field(30, ge=1, le=3600)  # how long a silent worker keeps its job
+    rescue_interval_seconds: float = Field(5, gt=0, le=3600)
+    prune_interval_seconds: float = Field(60, gt=0, le=86_400)
+    worker_concurrency: int = Field(default_factory=lambda: os.cpu_count() or 1, ge=1, le=1024)
+    worker_queues: Texts = ("q:jobs2",)
+    courier_concurrency: int = Field(16, ge=4, le=1024)  # threads that wait on the network
+    broker_visibility_timeout_seconds: int = Field(3600, ge=5)  # Redis brokers only; no promise hangs on it
+
+    @field_validator("redis_url", "broker_url", "flower_basic_auth", "hook_log", mode="before")
+    @classmethod
+    def _empty_is_unset(cls, value: Any) -> Any:
+        return value or None
+
+    @field_validator("database_url")
+    @classmethod
+    def _database(cls, value: str) -> str:
+        if not value.startswith(("sqlite:///", "postgresql+psycopg://")):
+            raise ValueError("sqlite:///<file> or postgresql+psycopg://...")
+        if value in ("sqlite:///", "sqlite:///:memory:"):
+            raise ValueError("a file: several processes share the database")
+        return value
+
+    @field_validator("redis_url")
+    @classmethod
+    def _redis(cls, value: str | None) -> str | None:
+        if value is not None and not value.startswith(("redis://", "rediss://", "unix://")):
+            raise ValueError("redis://host:port/db, rediss://... or unix://...")
+        return value
+
+    @field_validator("broker_url")
+    @classmethod
+    def _broker(cls, value: str | None) -> str | None:
+        if value is not None and not value.startswith(("redis://", "rediss://", "amqp://", "amqps://")):
+            raise ValueError("redis://..., rediss://..., amqp://... or amqps://...")
+        return value
+
+    @field_validator("api_tokens")
+    @classmethod
+    def _tokens(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        pairs = [part.partition(":") for part in value]
+        if any(not name or not token for name, _, token in pairs):
+            raise ValueError("name:token, comma separated")
+        if len({name for name, _, _ in pairs}) < len(pairs) or len({token for _, _, token in pairs}) < len(pairs):
+            raise ValueError("each name and each token once")
+        return value
+
+    @field_validator("callback_allow")
+    @classmethod
+    def _allow(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for entry in value:
+            match = _HOST_PORT.fullmatch(entry)
+            if match and 1 <= int(match[2]) <= 65535:
+                continue
+            try:
+                ipaddress.ip_network(entry)
+            except ValueError:
+                raise ValueError("host:port or CIDR, comma separated") from None
+        return value
+
+    @field_validator("callback_secrets")
+    @classmethod
+    def _secrets(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for secret in value:
+            check_secret(secret)
+        return value
+
+    @field_validator("callback_schedule_seconds")
+    @classmethod
+    def _schedule(cls, value: tuple[int, ...]) -> tuple[int, ...]:
+        if not 1 <= len(value) <= 100 or any(not 0 <= seconds <= 7 * 86_400 for seconds in value):
+            raise ValueError("1 to 100 whole numbers of seconds, comma separated, each 0 to 604800")
+        return value
+
+    @field_validator("worker_queues")
+    @classmethod
+    def _queues(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        if not value or {"relay", "callbacks"} & set(value):
+            raise ValueError("at least one queue, and neither relay nor callbacks: those are the courier's")
+        return value
+
+    @model_validator(mode="after")
+    def _open_only_at_home(self) -> Settings:
+        if not self.api_tokens and not is_loopback(self.host):
+            raise ValueError(f"HOST={self.host}: an address beyond loopback needs API_TOKENS (name:token, ...)")
+        return self
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a bind address is reachable from this machine only."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def check_secret(secret: str) -> None:
+    """Refuses what Standard Webhooks does not call a secret: `whsec_` and the strict base64 of 24 to 64 bytes.
+
+    Raises ValueError. The signing library decodes leniently, so a mistyped secret would sign with another key.
+    """
+    try:
+        raw = base64.b64decode(secret.removeprefix("whsec_"), validate=True)
+    except (binascii.Error, ValueError):
+        raw = b""
+    if not secret.startswith("whsec_") or not 24 <= len(raw) <= 64:
+        raise ValueError("whsec_ and the base64 of 24 to 64 bytes, comma separated, newest first")
+
+
+def _one_line(error: ValidationError) -> str:
+    """Variable, value and what is allowed; the values of secrets stay out."""
+    first = error.errors()[0]
+    allowed = first["msg"].removeprefix("Value error, ")
+    if not first["loc"]:
+        return allowed
+    variable = str(first["loc"][0]).upper()
+    shown = "(hidden)" if variable in _SECRET_SETTINGS else repr(_given(variable))
+    return f"{variable}={shown} cannot be used: {allowed}"
+
+
+def _given(variable: str) -> str:
+    from dotenv import dotenv_values
+
+    merged = {name.upper(): value for name, value in {**dotenv_values(".env"), **os.environ}.items()}
+    return merged.get(variable) or ""
+
+
+@functools.lru_cache(maxsize=1)
+def settings() -> Settings:
+    """The settings of this process. Raises WrongSetting with one line when a value cannot be used."""
+    try:
+        return Settings()
+    except ValidationError as error:
+        raise WrongSetting(_one_line(error)) from None
+
+
+def redis_url() -> str:
+    """Where the view lives: REDIS_URL, or the embedded server's address."""
+    from app import embedded
+
+    return settings().redis_url or embedded.url()
+
+
+def broker_url() -> str:
+    """Where Celery's messages go: BROKER_URL, or the same Redis."""
+    return settings().broker_url or redis_url()
+
+
+def callback_secrets() -> tuple[str, ...]:
+    """The signing secrets, newest first. Without any configured, one is made once and kept in `var_dir`."""
+    return settings().callback_secrets or (_kept_secret(settings().var_dir / "callback_secret"),)
+
+
+def _kept_secret(path: Path) -> str:
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draft = path.with_name(f"{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
+        draft.touch(mode=0o600)
+        draft.write_text("whsec_" + base64.b64encode(secrets.token_bytes(32)).decode() + "\n")
+        try:
+            os.link(draft, path)  # fails when another process was first: theirs stands
+        except FileExistsError:
+            pass
+        finally:
+            draft.unlink()
+    return path.read_text().strip()
