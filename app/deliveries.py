@@ -1,0 +1,191 @@
+"""Deliveries: one callback of one job, and every move. Waiting is the column `next_attempt_at`; each try is a row."""
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from datetime import datetime
+from typing import Any
+from urllib.parse import urlsplit
+
+from sqlalchemy import Connection, bindparam, func, insert, select, update
+
+from app import outbox, states
+from app.clock import isoformat
+from app.ids import new_id
+from app.jobs import Job, storable
+from app.schema import deliveries, delivery_attempts
+
+QUEUE = "callbacks"
+EXCERPT_CHARACTERS = 1024
+
+
+@dataclass(frozen=True)
+class Delivery:
+    """A row of `deliveries`."""
+
+    id: str
+    job_id: str
+    url: str
+    host: str
+    state: str
+    attempts: int
+    next_attempt_at: datetime | None
+    leased_until: datetime | None
+    last_response: int | None
+    created_at: datetime
+    finished_at: datetime | None
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """A row of `delivery_attempts`: how one try ended. Either a response code, or an error that says why there is none
+    (a response that broke off has both)."""
+
+    attempt: int
+    at: datetime
+    response_code: int | None
+    error: str | None
+    duration_seconds: float
+    excerpt: str | None
+
+
+_columns = [deliveries.c[field.name] for field in fields(Delivery)]
+_attempt_columns = [delivery_attempts.c[field.name] for field in fields(Attempt)]
+
+
+def _delivery(row: Any) -> Delivery | None:
+    return None if row is None else Delivery(*row)
+
+
+def as_document(delivery: Delivery) -> dict[str, Any]:
+    """The member `callback` of a job as clients read it."""
+    document: dict[str, Any] = {"status": delivery.state, "attempts": delivery.attempts}
+    if delivery.next_attempt_at is not None:
+        document["next_attempt_at"] = isoformat(delivery.next_attempt_at)
+    if delivery.last_response is not None:
+        document["last_response"] = delivery.last_response
+    return document
+
+
+def attempt_as_document(attempt: Attempt) -> dict[str, Any]:
+    """One try as clients read it."""
+    return {
+        "attempt": attempt.attempt, "at": isoformat(attempt.at), "response_code": attempt.response_code,
+        "error": attempt.error, "duration_seconds": round(attempt.duration_seconds, 3), "excerpt": attempt.excerpt,
+    }
+
+
+def host_of(url: str) -> str:
+    """What the limit of simultaneous attempts counts: the URL's host and port."""
+    parts = urlsplit(url)
+    return f"{(parts.hostname or '').rstrip('.')}:{parts.port or (443 if parts.scheme == 'https' else 80)}"
+
+
+# --- reading ---
+
+_find = select(*_columns).where(deliveries.c.id == bindparam("delivery_id"))
+_of_job = select(*_columns).where(deliveries.c.job_id == bindparam("of_job")).order_by(
+    deliveries.c.created_at.desc(), deliveries.c.id.desc()).limit(1)
+_attempts_of_job = (
+    select(*_attempt_columns).join(deliveries, deliveries.c.id == delivery_attempts.c.delivery_id)
+    .where(deliveries.c.job_id == bindparam("of_job")).order_by(delivery_attempts.c.at, delivery_attempts.c.attempt))
+
+
+def find(view: Connection, delivery_id: str) -> Delivery | None:
+    """The delivery with this id; None when there is none."""
+    return _delivery(view.execute(_find, {"delivery_id": delivery_id}).first())
+
+
+def latest_of_job(view: Connection, job_id: str) -> Delivery | None:
+    """A job's latest delivery; None when it has none."""
+    return _delivery(view.execute(_of_job, {"of_job": job_id}).first())
+
+
+def attempts_of_job(view: Connection, job_id: str) -> list[Attempt]:
+    """Every try to tell a job's end, the oldest first."""
+    return [Attempt(*row) for row in view.execute(_attempts_of_job, {"of_job": job_id})]
+
+
+# --- moves ---
+
+_add = insert(deliveries).values(state=states.PENDING)
+
+
+def add(tx: Connection, job: Job, first_attempt_at: datetime, now: datetime) -> Delivery:
+    """(none) → pending, with its outbox row. The caller holds the transaction that finishes the job."""
+    url = job.callback_url or ""
+    delivery = Delivery(
+        id=f"msg_{new_id()}", job_id=job.id, url=url, host=host_of(url), state=states.PENDING, attempts=0,
+        next_attempt_at=first_attempt_at, leased_until=None, last_response=None, created_at=now, finished_at=None)
+    tx.execute(_add, {
+        "id": delivery.id, "job_id": job.id, "url": url, "host": delivery.host,
+        "next_attempt_at": first_attempt_at, "created_at": now})
+    stage(tx, delivery.id, first_attempt_at, now)
+    return delivery
+
+
+def stage(tx: Connection, delivery_id: str, available_at: datetime, now: datetime) -> None:
+    """Asks for the message that brings this delivery's next try."""
+    outbox.stage(tx, states.DELIVER_WEBHOOK, delivery_id, QUEUE, now, available_at)
+
+
+_count_sending = select(func.count()).where(
+    deliveries.c.host == bindparam("to_host"), deliveries.c.state == states.SENDING,
+    deliveries.c.leased_until > bindparam("now"))
+_claim = update(deliveries).where(
+    deliveries.c.id == bindparam("delivery_id"), deliveries.c.state == states.PENDING,
+    deliveries.c.next_attempt_at <= bindparam("now"),
+).values(
+    state=states.SENDING, attempts=deliveries.c.attempts + 1, next_attempt_at=None, leased_until=bindparam("until"),
+).returning(*_columns)
+
+
+def count_sending(tx: Connection, host: str, now: datetime) -> int:
+    """How many attempts to this host are under way."""
+    return tx.execute(_count_sending, {"to_host": host, "now": now}).scalar_one()
+
+
+def claim(tx: Connection, delivery_id: str, now: datetime, leased_until: datetime) -> Delivery | None:
+    """pending → sending: claims the next try. None when it is not due, or another sender has it."""
+    return _delivery(tx.execute(_claim, {"delivery_id": delivery_id, "now": now, "until": leased_until}).first())
+
+
+_record = update(deliveries).where(
+    deliveries.c.id == bindparam("delivery_id"), deliveries.c.attempts == bindparam("held"),
+    deliveries.c.state == states.SENDING,
+).values(
+    state=bindparam("becomes"), next_attempt_at=bindparam("due"), finished_at=bindparam("ended"), leased_until=None,
+    last_response=func.coalesce(bindparam("code"), deliveries.c.last_response),
+).returning(*_columns)
+_append = insert(delivery_attempts)
+
+
+def record(
+    tx: Connection, held: Delivery, tried: Attempt, becomes: str, next_attempt_at: datetime | None, now: datetime,
+) -> Delivery | None:
+    """sending → `becomes`, with the row of this try; when that is pending, its next message is staged too.
+
+    None, and nothing written, when the attempt is no longer this sender's.
+    """
+    ended = None if becomes in states.UNFINISHED_DELIVERIES else now
+    after = _delivery(tx.execute(_record, {
+        "delivery_id": held.id, "held": held.attempts, "becomes": becomes, "due": next_attempt_at, "ended": ended,
+        "code": tried.response_code}).first())
+    if after is None:
+        return None
+    tx.execute(_append, {
+        "delivery_id": held.id, "attempt": tried.attempt, "at": tried.at, "response_code": tried.response_code,
+        "error": None if tried.error is None else storable(tried.error), "duration_seconds": tried.duration_seconds,
+        "excerpt": None if tried.excerpt is None else storable(tried.excerpt[:EXCERPT_CHARACTERS])})
+    if next_attempt_at is not None:
+        stage(tx, held.id, next_attempt_at, now)
+    return after
+
+
+_stalled = select(*_columns).where(
+    deliveries.c.state == states.SENDING, deliveries.c.leased_until < bindparam("now")
+).order_by(deliveries.c.leased_until).limit(100).with_for_update(skip_locked=True)
+
+
+def stalled(tx: Connection, now: datetime) -> list[Delivery]:
+    """Deliveries being sent whose lease is over: at most 100, the longest over first."""
+    return [Delivery(*row) for row in tx.execute(_stalled, {"now": now})]

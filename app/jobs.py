@@ -1,0 +1,210 @@
+"""Jobs: the row, the document that clients read, and every move. Each move is one guarded statement: it returns the
+row as it is afterwards, or None when it did not win."""
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from datetime import datetime, timedelta
+from typing import Any
+
+from sqlalchemy import Connection, bindparam, func, insert, select, update
+
+from app import states
+from app.clock import isoformat
+from app.schema import Moment, jobs
+
+MAX_MESSAGE_LENGTH = 1000
+
+
+@dataclass(frozen=True)
+class Job:
+    """A row of `jobs`."""
+
+    id: str
+    owner: str
+    kind: str
+    queue: str
+    status: str
+    version: int
+    attempt: int
+    max_attempts: int
+    time_limit_seconds: float
+    input: str  # JSON
+    result: str | None  # JSON
+    error_code: str | None
+    error_message: str | None
+    progress_done: int | None
+    progress_total: int | None
+    note_id: int | None
+    callback_url: str | None
+    worker: str | None
+    lease_until: datetime | None
+    published_at: datetime | None
+    created_at: datetime
+    started_at: datetime | None
+    finished_at: datetime | None
+    expires_at: datetime | None
+
+    @property
+    def final(self) -> bool:
+        return self.status in states.FINAL
+
+
+_columns = [jobs.c[field.name] for field in fields(Job)]
+
+
+def _job(row: Any) -> Job | None:
+    return None if row is None else Job(*row)
+
+
+def as_document(job: Job) -> dict[str, Any]:
+    """The job as clients read it (without `callback`): a key is there only when it has meaning."""
+    document: dict[str, Any] = {
+        "job_id": job.id, "kind": job.kind, "status": job.status, "attempt": job.attempt,
+        "created_at": isoformat(job.created_at),
+    }
+    for name in ("started_at", "finished_at", "expires_at"):
+        if (moment := getattr(job, name)) is not None:
+            document[name] = isoformat(moment)
+    if job.note_id is not None:
+        document["note_id"] = job.note_id
+    if job.status == states.RUNNING and job.progress_done is not None:
+        document["progress"] = {"done": job.progress_done, "total": job.progress_total}
+    if job.status == states.SUCCEEDED:
+        document["result"] = json.loads(job.result or "null")
+    if job.status == states.FAILED:
+        document["error"] = {"code": job.error_code, "message": job.error_message}
+    return document
+
+
+def path(job_id: str) -> str:
+    """Where a job is polled, relative to the service."""
+    return f"/jobs/{job_id}"
+
+
+# --- reading ---
+
+_find = select(*_columns).where(jobs.c.id == bindparam("job_id"))
+_count_running = select(func.count()).where(jobs.c.status == states.RUNNING, jobs.c.queue == bindparam("in_queue"))
+_oldest_unfinished = select(func.min(jobs.c.created_at)).where(jobs.c.status.in_([states.QUEUED, states.RUNNING]))
+_last_started = (
+    select(jobs.c.started_at, jobs.c.published_at)
+    .where(jobs.c.queue == bindparam("in_queue"), jobs.c.started_at.is_not(None))
+    .order_by(jobs.c.started_at.desc()).limit(1))
+
+
+def find(view: Connection, job_id: str) -> Job | None:
+    """The job with this id, whatever its age; None when there is none."""
+    return _job(view.execute(_find, {"job_id": job_id}).first())
+
+
+def count_running(view: Connection, queue: str) -> int:
+    """How many jobs of a queue are being run."""
+    return view.execute(_count_running, {"in_queue": queue}).scalar_one()
+
+
+def oldest_unfinished(view: Connection) -> datetime | None:
+    """When the oldest job that is not final was submitted."""
+    return view.execute(_oldest_unfinished).scalar_one()
+
+
+def last_started(view: Connection, queue: str) -> tuple[datetime, datetime | None] | None:
+    """When the latest attempt of this queue started, and when the message that led to it had been published."""
+    row = view.execute(_last_started, {"in_queue": queue}).first()
+    return None if row is None else (row.started_at, row.published_at)
+
+
+# --- moves ---
+
+_submit = insert(jobs).values(status=states.QUEUED)
+
+
+def submit(tx: Connection, job: Mapping[str, Any]) -> None:
+    """(none) → queued. The values are those of a new row of `Job`."""
+    tx.execute(_submit, dict(job))
+
+
+def _move(*guards: Any) -> Any:
+    return update(jobs).where(*guards).values(version=jobs.c.version + 1).returning(*_columns)
+
+
+_held = (jobs.c.id == bindparam("job_id"), jobs.c.attempt == bindparam("held"), jobs.c.status == states.RUNNING)
+
+_start = _move(jobs.c.id == bindparam("job_id"), jobs.c.status == states.QUEUED).values(
+    status=states.RUNNING, attempt=jobs.c.attempt + 1, worker=bindparam("by"), started_at=bindparam("now"),
+    lease_until=bindparam("until"), progress_done=None, progress_total=None,
+    published_at=func.coalesce(bindparam("published", type_=Moment()), jobs.c.published_at))
+
+
+def start(
+    tx: Connection, job_id: str, worker: str, now: datetime, lease_until: datetime, published_at: datetime | None,
+) -> Job | None:
+    """queued → running: claims the next attempt for this worker until the lease ends.
+
+    `published_at` is when the message that led here was published, when that is known.
+    """
+    return _job(tx.execute(_start, {
+        "job_id": job_id, "by": worker, "now": now, "until": lease_until, "published": published_at}).first())
+
+
+_extend = update(jobs).where(*_held).values(
+    lease_until=bindparam("until"), progress_done=bindparam("done"), progress_total=bindparam("total")
+).returning(*_columns)
+
+
+def extend_lease(tx: Connection, held: Job, lease_until: datetime, done: int | None, total: int | None) -> Job | None:
+    """The heartbeat of a running attempt, with its progress. None when the attempt is lost."""
+    return _job(tx.execute(_extend, {
+        "job_id": held.id, "held": held.attempt, "until": lease_until, "done": done, "total": total}).first())
+
+
+_finish = _move(*_held).values(
+    lease_until=None, progress_done=None, progress_total=None, finished_at=bindparam("now"),
+    expires_at=bindparam("expires"))
+_succeed = _finish.values(status=states.SUCCEEDED, result=bindparam("outcome"))
+_fail = _finish.values(status=states.FAILED, error_code=bindparam("code"), error_message=bindparam("message"))
+
+
+def succeed(tx: Connection, held: Job, result: str, now: datetime, ttl: timedelta) -> Job | None:
+    """running → succeeded, with the result as JSON text."""
+    return _job(tx.execute(_succeed, {
+        "job_id": held.id, "held": held.attempt, "outcome": result, "now": now, "expires": now + ttl}).first())
+
+
+def fail(tx: Connection, held: Job, code: str, message: str, now: datetime, ttl: timedelta) -> Job | None:
+    """running → failed, for good."""
+    return _job(tx.execute(_fail, {
+        "job_id": held.id, "held": held.attempt, "code": code, "message": storable(message),
+        "now": now, "expires": now + ttl}).first())
+
+
+_requeue = _move(*_held).values(status=states.QUEUED, lease_until=None, progress_done=None, progress_total=None)
+
+
+def requeue(tx: Connection, held: Job) -> Job | None:
+    """running → queued: this attempt is over, another one follows. The caller stages its message."""
+    return _job(tx.execute(_requeue, {"job_id": held.id, "held": held.attempt}).first())
+
+
+_touch = _move(jobs.c.id == bindparam("job_id"))
+
+
+def touch(tx: Connection, job_id: str) -> Job:
+    """Counts a change that clients see beside the row itself (its callback's)."""
+    return Job(*tx.execute(_touch, {"job_id": job_id}).one())
+
+
+_stalled = select(*_columns).where(
+    jobs.c.status == states.RUNNING, jobs.c.lease_until < bindparam("now")).order_by(jobs.c.lease_until).limit(100)
+
+
+def stalled(tx: Connection, now: datetime) -> list[Job]:
+    """Running jobs whose lease is over: at most 100, the longest over first."""
+    return [Job(*row) for row in tx.execute(_stalled.with_for_update(skip_locked=True), {"now": now})]
+
+
+def storable(message: str) -> str:
+    """A text that every database takes: without NUL and lone surrogates, at most MAX_MESSAGE_LENGTH characters."""
+    clean = message.encode("utf-8", "replace").decode("utf-8").replace("\x00", "\ufffd")
+    return clean if len(clean) <= MAX_MESSAGE_LENGTH else clean[: MAX_MESSAGE_LENGTH - 1] + "…"

@@ -1,0 +1,127 @@
+"""What a kind of job is, and the registry of kinds: the built-in ones and those of JOB_MODULES, made alike."""
+from __future__ import annotations
+
+import functools
+import importlib
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from pydantic import BaseModel
+
+from app.config import settings
+from app.errors import UketsukeError, WrongKind
+
+BUILT_IN = ("tasks.primes", "tasks.history")
+MAX_RESULT_BYTES = 256 * 1024
+
+_RESERVED_MEMBERS = frozenset({"kind", "callback_url"})
+_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,63}")
+
+
+class Refused(UketsukeError):
+    """Raised by a kind's function: this job fails at once with `error.code = "refused"` and this message."""
+
+
+class Job(Protocol):
+    """What a kind's function may ask of the attempt that it runs in."""
+
+    @property
+    def id(self) -> str:
+        """The job's id, the same in every attempt."""
+
+    @property
+    def attempt(self) -> int:
+        """Which try this is, counted from 1."""
+
+    def progress(self, done: int, total: int) -> None:
+        """Tells clients how far the job is. Cheap: call it as often as you like."""
+
+    def cancelled(self) -> bool:
+        """Whether this attempt should stop: its result is no longer wanted, since it is no longer the job's attempt."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A sort of job: its name, what it takes, the function that does it, and its limits."""
+
+    name: str
+    input: type[BaseModel]
+    function: Callable[..., Any]
+    max_attempts: int
+    time_limit: float  # seconds
+    queue: str
+    transactional: bool
+    public: bool  # whether POST /jobs takes it
+
+
+_registered: dict[str, Kind] = {}
+
+
+def kind(
+    name: str,
+    input: type[BaseModel],
+    *,
+    max_attempts: int = 3,
+    time_limit: float = 300,
+    queue: str = "q:jobs2",
+    transactional: bool = False,
+    public: bool = True,
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Makes a function a kind of job. It is called with the validated input and a `Job`; its return value, JSON of at
+    most 256 KiB, is the job's result.
+
+    max_attempts: tries, counted from 1, before an exception or a crash is final.
+    time_limit: seconds for one try, enforced.
+    queue: the Celery queue; one of its own needs a worker with WORKER_QUEUES.
+    transactional: the function gets the finishing transaction as a third argument, an SQLAlchemy Connection: its rows
+        and the job's success are one commit. It may touch nothing but SQL, and is short.
+    public: False for kinds that POST /jobs refuses.
+
+    Raises WrongKind when the registry cannot take it.
+    """
+
+    def register(function: Callable[..., Any]) -> Callable[..., Any]:
+        _add(Kind(name, input, function, max_attempts, time_limit, queue, transactional, public))
+        return function
+
+    return register
+
+
+def _add(new: Kind) -> None:
+    if not _NAME.fullmatch(new.name):
+        raise WrongKind(f"kind {new.name!r}: a name is 1 to 64 of A-Z a-z 0-9 _ . - and begins with a letter")
+    if new.name in _registered:
+        taken = _registered[new.name].function
+        raise WrongKind(f"kind {new.name!r} of {new.function.__module__} is taken by {taken.__module__}")
+    members = {name for field, info in new.input.model_fields.items() for name in (field, info.alias) if name}
+    if reserved := sorted(members & _RESERVED_MEMBERS):
+        raise WrongKind(f"kind {new.name!r}: its input has a member called {reserved[0]}, which belongs to the job")
+    if new.max_attempts < 1 or new.time_limit <= 0 or not new.queue or new.queue in ("relay", "callbacks"):
+        raise WrongKind(f"kind {new.name!r}: max_attempts >= 1, time_limit > 0, a queue that is not the courier's")
+    _registered[new.name] = new
+
+
+@functools.lru_cache(maxsize=1)
+def registry() -> Mapping[str, Kind]:
+    """This process's kinds by name: those of the built-in modules, then those of JOB_MODULES.
+
+    Raises WrongKind with one line when a module cannot be imported or registers what cannot be registered.
+    """
+    for module in (*BUILT_IN, *settings().job_modules):
+        try:
+            importlib.import_module(module)
+        except WrongKind:
+            raise
+        except Exception as error:
+            raise WrongKind(f"JOB_MODULES: {module} cannot be imported: {type(error).__name__}: {error}") from error
+    return _registered
+
+
+def read_input(kind: Kind, text: str) -> BaseModel:
+    """The input of a job from its JSON text: unknown members are refused, and texts are not taken for numbers.
+
+    Raises `pydantic.ValidationError`.
+    """
+    return kind.input.model_validate_json(text, strict=True, extra="forbid")

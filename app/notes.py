@@ -1,0 +1,56 @@
+"""Notes and their history."""
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import datetime
+
+from sqlalchemy import Connection, bindparam, insert, select
+
+from app.schema import history_events, notes
+
+MAX_ID = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class Note:
+    id: int
+    owner: str
+    text: str
+    created_at: datetime
+
+
+@dataclass(frozen=True)
+class Event:
+    kind: str
+    job_id: str
+    at: datetime
+
+
+_add = insert(notes).returning(notes.c.id)
+_find = select(notes.c.id, notes.c.owner, notes.c.text, notes.c.created_at).where(notes.c.id == bindparam("note_id"))
+_append = insert(history_events)
+_events = select(history_events.c.kind, history_events.c.job_id, history_events.c.at).where(
+    history_events.c.note_id == bindparam("of_note")).order_by(history_events.c.id)
+
+
+def add(tx: Connection, owner: str, text: str, now: datetime) -> int:
+    """Keeps a note and returns its id. The caller submits its history job in the same transaction."""
+    return tx.execute(_add, {"owner": owner, "text": text, "created_at": now}).scalar_one()
+
+
+def find(view: Connection, note_id: int) -> Note | None:
+    """The note with this id; None when there is none."""
+    if not 0 < note_id <= MAX_ID:
+        return None
+    row = view.execute(_find, {"note_id": note_id}).first()
+    return None if row is None else Note(*row)
+
+
+def append_event(tx: Connection, note_id: int, kind: str, job_id: str, now: datetime) -> None:
+    """Writes one line of a note's history. A second event of the same kind breaks the table's constraint."""
+    tx.execute(_append, {"note_id": note_id, "kind": kind, "job_id": job_id, "at": now})
+
+
+def events(view: Connection, note_id: int) -> list[Event]:
+    """A note's history, the oldest event first."""
+    return [Event(*row) for row in view.execute(_events, {"of_note": note_id})]

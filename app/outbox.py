@@ -1,0 +1,161 @@
+"""The outbox: what is to be published. Rows are staged by whoever makes a message necessary, in the same transaction;
+the relay alone publishes them; whoever claims the message settles the row."""
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from datetime import datetime
+from typing import Any
+
+from sqlalchemy import Connection, and_, bindparam, delete, func, or_, select, update
+from sqlalchemy.dialects import postgresql, sqlite
+
+from app import states
+from app.schema import outbox
+
+MAX_FAILURES = 5  # refusals that are the row's own fault, then it is parked
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of `outbox`."""
+
+    id: int
+    task: str
+    target_id: str
+    queue: str
+    time_limit_seconds: float | None
+    state: str
+    available_at: datetime
+    lease: str | None
+    leased_until: datetime | None
+    published_at: datetime | None
+    failures: int
+    last_error: str | None
+
+
+_columns = [outbox.c[field.name] for field in fields(Row)]
+
+
+def _upsert(dialect: Any) -> Any:
+    made = dialect.insert(outbox).values(
+        task=bindparam("task"), target_id=bindparam("target_id"), queue=bindparam("queue"),
+        time_limit_seconds=bindparam("time_limit_seconds"), state=states.WAITING,
+        available_at=bindparam("available_at"), created_at=bindparam("now"))
+    return made.on_conflict_do_update(
+        index_elements=["task", "target_id"],
+        set_={"state": states.WAITING, "available_at": made.excluded.available_at, "lease": None,
+              "leased_until": None, "published_at": None, "failures": 0, "last_error": None})
+
+
+_stage = {"sqlite": _upsert(sqlite), "postgresql": _upsert(postgresql)}
+
+
+def stage(
+    tx: Connection, task: str, target_id: str, queue: str, now: datetime,
+    available_at: datetime | None = None, time_limit_seconds: float | None = None,
+) -> None:
+    """Asks for one message: `task` with `target_id` on `queue`, not before `available_at`.
+
+    The caller holds the transaction that makes it necessary. Staging what is staged already makes it due anew.
+    """
+    tx.execute(_stage[tx.dialect.name], {
+        "task": task, "target_id": target_id, "queue": queue, "time_limit_seconds": time_limit_seconds,
+        "available_at": available_at or now, "now": now})
+
+
+_due = (
+    select(outbox.c.id)
+    .where(or_(
+        and_(outbox.c.state == states.WAITING, outbox.c.available_at <= bindparam("now")),
+        and_(outbox.c.state == states.LEASED, outbox.c.leased_until <= bindparam("now"))))
+    .order_by(outbox.c.available_at, outbox.c.id).limit(bindparam("most")).with_for_update(skip_locked=True)
+    .cte("due"))  # evaluated once; as a plain subquery PostgreSQL may run it again and take more than `most`
+_claim = (
+    update(outbox).where(outbox.c.id.in_(select(_due.c.id)))
+    .values(state=states.LEASED, lease=bindparam("by"), leased_until=bindparam("until")).returning(*_columns))
+
+
+def claim(tx: Connection, lease: str, now: datetime, leased_until: datetime, most: int) -> list[Row]:
+    """waiting, or leased and over → leased: at most `most` due rows, the longest due first, under a lease of this
+    name. Two claims never hold the same row at one time."""
+    rows = tx.execute(_claim, {"by": lease, "now": now, "until": leased_until, "most": most})
+    return sorted((Row(*row) for row in rows), key=lambda row: (row.available_at, row.id))
+
+
+_held = (outbox.c.state == states.LEASED, outbox.c.lease == bindparam("by"))
+_free = {"lease": None, "leased_until": None}
+_mark = update(outbox).where(outbox.c.id.in_(bindparam("ids", expanding=True)), *_held).values(
+    state=states.PUBLISHED, published_at=bindparam("now"), **_free)
+_release = update(outbox).where(outbox.c.id.in_(bindparam("ids", expanding=True)), *_held).values(
+    state=states.WAITING, available_at=bindparam("due"), **_free)
+_refuse = update(outbox).where(outbox.c.id == bindparam("row_id"), *_held).values(
+    state=bindparam("becomes"), available_at=bindparam("due"), failures=outbox.c.failures + 1,
+    last_error=bindparam("why"), **_free)
+
+
+def mark_published(tx: Connection, lease: str, ids: Sequence[int], now: datetime) -> int:
+    """leased → published, of the rows that this lease still holds; returns how many."""
+    return tx.execute(_mark, {"ids": list(ids), "by": lease, "now": now}).rowcount if ids else 0
+
+
+def release(tx: Connection, lease: str, ids: Sequence[int], available_at: datetime) -> int:
+    """leased → waiting: the broker took none of these; not the rows' fault."""
+    return tx.execute(_release, {"ids": list(ids), "by": lease, "due": available_at}).rowcount if ids else 0
+
+
+def refuse(tx: Connection, lease: str, row: Row, why: str, available_at: datetime) -> str:
+    """leased → waiting, or → parked after MAX_FAILURES: this row cannot be published. Returns the new state."""
+    becomes = states.PARKED if row.failures + 1 >= MAX_FAILURES else states.WAITING
+    tx.execute(_refuse, {"row_id": row.id, "by": lease, "becomes": becomes, "due": available_at, "why": why})
+    return becomes
+
+
+_settle = delete(outbox).where(
+    outbox.c.task == bindparam("of_task"), outbox.c.target_id == bindparam("of_target")
+).returning(outbox.c.published_at, outbox.c.available_at)
+
+
+def settle(tx: Connection, task: str, target_id: str) -> datetime | None:
+    """Whoever claimed the message says so: the row is gone. Returns when it had been published; a relay that had no
+    time to say so yet published it after it became available."""
+    row = tx.execute(_settle, {"of_task": task, "of_target": target_id}).first()
+    return None if row is None else row.published_at or row.available_at
+
+
+_overdue = (
+    select(*_columns).where(outbox.c.state == states.PUBLISHED, outbox.c.queue == bindparam("in_queue"),
+                            outbox.c.published_at < bindparam("before"))
+    .order_by(outbox.c.published_at).limit(bindparam("most")).with_for_update(skip_locked=True))
+_republish = update(outbox).where(outbox.c.id == bindparam("row_id"), outbox.c.state == states.PUBLISHED).values(
+    state=states.WAITING, available_at=bindparam("due"), published_at=None)
+
+
+def published_before(tx: Connection, queue: str, before: datetime, most: int) -> list[Row]:
+    """Rows of a queue that were published before then and that nobody has claimed, the oldest first."""
+    return [Row(*row) for row in tx.execute(_overdue, {"in_queue": queue, "before": before, "most": most})]
+
+
+def republish(tx: Connection, row: Row, now: datetime) -> bool:
+    """published → waiting: the message was lost."""
+    return tx.execute(_republish, {"row_id": row.id, "due": now}).rowcount == 1
+
+
+_queues = select(outbox.c.queue).where(outbox.c.state == states.PUBLISHED).distinct()
+_oldest_waiting = select(func.min(outbox.c.available_at)).where(outbox.c.state == states.WAITING)
+_count_parked = select(func.count()).where(outbox.c.state == states.PARKED)
+
+
+def queues_with_published(view: Connection) -> list[str]:
+    """The queues that have messages which nobody has claimed."""
+    return list(view.execute(_queues).scalars())
+
+
+def oldest_waiting(view: Connection) -> datetime | None:
+    """When the longest due unpublished row became available."""
+    return view.execute(_oldest_waiting).scalar_one()
+
+
+def count_parked(view: Connection) -> int:
+    """How many rows could not be published and wait for a person."""
+    return view.execute(_count_parked).scalar_one()

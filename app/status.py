@@ -1,0 +1,210 @@
+"""The Redis view: the hash `job:<id>`, the relay's wake token and signs of life. It never decides anything: every
+error is logged and swallowed, and SQL answers instead."""
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import logging
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+import redis
+from redis.backoff import NoBackoff
+from redis.exceptions import RedisError
+from redis.retry import Retry
+
+from app import config, deliveries, jobs, states
+from app.clock import now as the_present
+from app.deliveries import Delivery
+from app.jobs import Job
+
+log = logging.getLogger("uketsuke.status")
+
+WAKE_KEY = "outbox:wake"
+# Short, since a stale hash of an unfinished job heals when it ends; heartbeats renew it.
+UNFINISHED_TTL_SECONDS = 10
+FINAL_TTL_SECONDS = 3600
+_ANSWER_SECONDS = 0.5  # how long a request may wait for Redis
+_PAUSE_SECONDS = 1.0  # after an error Redis is left alone for so long, so that a dead one costs one wait, not each
+
+# One step: an older version never covers a later one, and no hash is ever without its time to live.
+_WRITE = """
+local have = redis.call('HGET', KEYS[1], 'version')
+if have and tonumber(have) > tonumber(ARGV[1]) then return 0 end
+redis.call('DEL', KEYS[1])
+redis.call('HSET', KEYS[1], 'version', ARGV[1], unpack(ARGV, 3))
+redis.call('PEXPIRE', KEYS[1], ARGV[2])
+return 1
+"""
+
+_away_until = 0.0
+
+
+@dataclass(frozen=True)
+class View:
+    """A job as Redis holds it."""
+
+    owner: str
+    status: str
+    document: dict[str, Any]
+
+
+def key(job_id: str) -> str:
+    return f"job:{job_id}"
+
+
+@functools.lru_cache(maxsize=2)
+def _client(pid: int) -> redis.Redis:
+    return redis.Redis.from_url(
+        config.redis_url(), decode_responses=True, socket_timeout=_ANSWER_SECONDS,
+        socket_connect_timeout=_ANSWER_SECONDS, retry=Retry(NoBackoff(), 0), max_connections=64)
+
+
+def client() -> redis.Redis:
+    """This process's client: bounded, impatient, without retries."""
+    return _client(os.getpid())
+
+
+@contextlib.contextmanager
+def _best_effort(doing: str) -> Iterator[None]:
+    global _away_until
+    try:
+        yield
+    except (RedisError, OSError) as error:
+        _away_until = time.monotonic() + _PAUSE_SECONDS
+        log.warning("Redis is away", extra={"doing": doing, "error": f"{type(error).__name__}: {error}"})
+
+
+def _away() -> bool:
+    return time.monotonic() < _away_until
+
+
+# --- the hash ---
+
+
+def document(job: Job, callback: Delivery | None) -> dict[str, Any]:
+    """The job as `GET /jobs/<id>` answers it."""
+    shown = jobs.as_document(job)
+    if callback is not None:
+        shown["callback"] = deliveries.as_document(callback)
+    elif job.callback_url is not None:  # asked for, and due when the job is final
+        shown["callback"] = {"status": states.PENDING, "attempts": 0}
+    return shown
+
+
+def write(job: Job, callback: Delivery | None = None, wake: bool = False) -> None:
+    """Shows the job as it is after a commit, in one round trip; `wake` also wakes the relay.
+
+    For a job with a callback, `callback` is its delivery once there is one.
+    """
+    if _away() or (left := _milliseconds_to_live(job)) <= 0:
+        return
+    shown = document(job, callback)
+    fields: list[str | int] = [
+        "job_id", job.id, "kind", job.kind, "status", job.status, "attempt", job.attempt, "owner", job.owner,
+        "document", json.dumps(shown, ensure_ascii=False, separators=(",", ":"))]
+    with _best_effort("write"), client().pipeline(transaction=False) as pipe:
+        pipe.eval(_WRITE, 1, key(job.id), job.version, left, *fields)
+        if wake:
+            _wake(pipe)
+        pipe.execute()
+
+
+def _milliseconds_to_live(job: Job) -> int:
+    if job.expires_at is None:
+        return UNFINISHED_TTL_SECONDS * 1000
+    left = (job.expires_at - the_present()).total_seconds()
+    return int(min(left, FINAL_TTL_SECONDS) * 1000)
+
+
+def read(job_id: str) -> View | None:
+    """The job as Redis knows it; None when Redis is away or does not know it."""
+    if _away():
+        return None
+    with _best_effort("read"):
+        owner, status, text = client().hmget(key(job_id), "owner", "status", "document")
+        if owner is not None and status is not None and text is not None:
+            return View(str(owner), str(status), json.loads(text))
+    return None
+
+
+def forget(job_ids: list[str]) -> None:
+    """Takes jobs out of the view."""
+    if job_ids and not _away():
+        with _best_effort("forget"):
+            client().delete(*map(key, job_ids))
+
+
+# --- the wake token ---
+
+
+def wake_relay() -> None:
+    """Tells a waiting relay that the outbox has something due. Without Redis it finds out at its next tick."""
+    if not _away():
+        with _best_effort("wake"), client().pipeline(transaction=False) as pipe:
+            _wake(pipe)
+            pipe.execute()
+
+
+def _wake(pipe: Any) -> None:
+    pipe.lpush(WAKE_KEY, 1)
+    pipe.ltrim(WAKE_KEY, 0, 0)  # one token says it all
+
+
+@functools.lru_cache(maxsize=2)
+def _waiting_client(pid: int) -> redis.Redis:
+    return redis.Redis.from_url(
+        config.redis_url(), decode_responses=True, socket_timeout=None, socket_connect_timeout=_ANSWER_SECONDS,
+        retry=Retry(NoBackoff(), 0), max_connections=64)
+
+
+def wait_for_wake(seconds: float) -> bool:
+    """Waits for a wake token, at most this long; False when none came or Redis is away."""
+    if seconds <= 0:
+        return False
+    try:
+        return _waiting_client(os.getpid()).blpop([WAKE_KEY], timeout=seconds) is not None
+    except (RedisError, OSError):
+        return False
+
+
+# --- signs of life ---
+
+PRESENCE_SECONDS = 15  # how long a sign of life counts; workers give one every 2 s
+_RELAY_KEY = "relay:ran_at"
+
+
+def give_sign_of_life(role: str, name: str, queues: list[str], concurrency: int) -> None:
+    """Says that this Celery worker is alive and consuming."""
+    sign = json.dumps({"name": name, "queues": queues, "concurrency": concurrency})
+    with _best_effort("presence"):
+        client().set(f"presence:{role}:{name}", sign, ex=PRESENCE_SECONDS)
+
+
+def withdraw_sign_of_life(role: str, name: str) -> None:
+    """Says that this Celery worker has stopped."""
+    with _best_effort("presence"):
+        client().delete(f"presence:{role}:{name}")
+
+
+def signs_of_life(role: str) -> list[dict[str, Any]]:
+    """The workers of a role that were alive within PRESENCE_SECONDS. Raises `redis.exceptions.RedisError`."""
+    found = list(client().scan_iter(f"presence:{role}:*", count=1000))
+    return [json.loads(sign) for sign in client().mget(found) if sign] if found else []
+
+
+def relay_ran(moment: datetime) -> None:
+    """Says that the relay has drained the outbox."""
+    with _best_effort("relay"):
+        client().set(_RELAY_KEY, moment.isoformat())
+
+
+def relay_ran_at() -> datetime | None:
+    """When the relay last drained the outbox. Raises `redis.exceptions.RedisError`."""
+    text = client().get(_RELAY_KEY)
+    return None if text is None else datetime.fromisoformat(str(text))
