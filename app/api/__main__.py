@@ -1,0 +1,39 @@
+"""The Procfile's `web`: this application behind granian. `python -m app.api`."""
+from __future__ import annotations
+
+import logging
+import sys
+
+from granian import Granian
+from granian.constants import Interfaces
+
+from app import config, embedded, kinds, logs
+from app.errors import UketsukeError, WrongSetting
+
+log = logging.getLogger("uketsuke.api")
+
+
+def main() -> int:
+    """Serves until SIGTERM or SIGINT; says in one line why it cannot."""
+    try:
+        settings = config.settings()
+        kinds.registry()
+        if not embedded.is_free(settings.host, settings.port):
+            raise WrongSetting(f"port {settings.port} is taken: choose another with PORT")
+    except UketsukeError as error:
+        print(f"web: {error}", file=sys.stderr)
+        return 2
+    logs.configure("web")
+    if not settings.api_tokens:
+        log.warning("API_TOKENS is not set: the API is open to whoever reaches it")
+    Granian(
+        "app.api:create_app", factory=True, interface=Interfaces.WSGI, websockets=False,
+        address=settings.host, port=settings.port, workers=settings.web_workers,
+        blocking_threads=settings.web_threads, backlog=1024, respawn_failed_workers=True,
+        workers_kill_timeout=10, log_dictconfig=logs.configuration("web"),
+    ).serve()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,149 @@
+"""The door for JSON: what comes in is one strict object, or nothing."""
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from flask import request
+from pydantic import ValidationError
+
+from app import endpoints
+from app.api.problems import Problem
+from app.errors import EndpointRefused, Flaw, InvalidInput
+
+MAX_BODY_BYTES = 1024 * 1024
+MAX_DEPTH = 32
+_READ_BYTES = 64 * 1024
+# A text is passed over whole, an unended one too: linear in the length of whatever was sent.
+_BRACKETS = re.compile(r'"(?:[^"\\]++|\\.)*+"?|[\[\]{}]', re.DOTALL)
+_BARE_KEY = re.compile(r"[\x20-\x7e]{1,255}")
+_QUOTED_KEY = re.compile(r'"((?:[\x20\x21\x23-\x5b\x5d-\x7e]|\\["\\])*)"')  # RFC 9651 3.3.3
+
+
+def read_object() -> dict[str, Any]:
+    """The request's body as a JSON object. Raises Problem: `not-json`, `too-large`, `malformed-json`; and InvalidInput
+    for JSON that is no object."""
+    if request.mimetype != "application/json":
+        raise Problem("not-json", f"Content-Type is {request.mimetype or 'missing'!r}, application/json is needed")
+    value = _parse(_read())
+    if not isinstance(value, dict):
+        raise InvalidInput([Flaw("#", "must be an object")])
+    return value
+
+
+def _read() -> bytes:
+    """The body, of at most MAX_BODY_BYTES whether its length was told or not (werkzeug cuts a chunked one silently)."""
+    too_large = Problem("too-large", f"the body has more than {MAX_BODY_BYTES} bytes", headers={"Connection": "close"})
+    if (request.content_length or 0) > MAX_BODY_BYTES:
+        raise too_large
+    read, size = [], 0
+    while chunk := request.environ["wsgi.input"].read(min(_READ_BYTES, MAX_BODY_BYTES + 1 - size)):
+        read.append(chunk)
+        size += len(chunk)
+        if size > MAX_BODY_BYTES:
+            raise too_large
+    return b"".join(read)
+
+
+def _parse(body: bytes) -> Any:
+    try:
+        text = body.decode("utf-8")
+        _refuse_depth(text)
+        value = json.loads(
+            text, object_pairs_hook=_members, parse_constant=_refuse_constant, parse_float=_finite, parse_int=int)
+        _refuse_texts(value)
+        return value
+    except UnicodeDecodeError as error:
+        raise Problem("malformed-json", f"not UTF-8 at byte {error.start}") from None
+    except json.JSONDecodeError as error:
+        raise Problem("malformed-json", f"{error.msg} at line {error.lineno}, column {error.colno}") from None
+    except ValueError as error:
+        raise Problem("malformed-json", str(error)[:200]) from None
+
+
+def _refuse_depth(text: str) -> None:
+    depth = 0
+    for token in _BRACKETS.finditer(text):
+        match token[0]:
+            case "[" | "{":
+                depth += 1
+                if depth > MAX_DEPTH:
+                    raise ValueError(f"nested deeper than {MAX_DEPTH} levels")
+            case "]" | "}":
+                depth -= 1
+
+
+def _members(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    members = dict(pairs)
+    if len(members) < len(pairs):
+        raise ValueError("a member is there twice")
+    return members
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if number in (float("inf"), float("-inf")):
+        raise ValueError("a number is too large")
+    return number
+
+
+def _refuse_texts(value: Any) -> None:
+    """Refuses, in values and names alike, what a database cannot keep."""
+    match value:
+        case str():
+            if "\x00" in value:
+                raise ValueError("a text holds NUL")
+            try:
+                value.encode()
+            except UnicodeEncodeError:
+                raise ValueError("a text holds half of a surrogate pair") from None
+        case dict():
+            for name, member in value.items():
+                _refuse_texts(name)
+                _refuse_texts(member)
+        case list():
+            for member in value:
+                _refuse_texts(member)
+
+
+def idempotency_key() -> str | None:
+    """The request's Idempotency-Key, without the quotes of a structured-field string. Raises Problem
+    `bad-idempotency-key`."""
+    given = request.headers.getlist("Idempotency-Key")
+    if not given:
+        return None
+    text = given[0].strip(" \t")
+    quoted = _QUOTED_KEY.fullmatch(text)
+    key = re.sub(r"\\(.)", r"\1", quoted[1]) if quoted else text
+    if len(given) > 1 or not _BARE_KEY.fullmatch(key) or (text.startswith('"') and not quoted):
+        raise Problem("bad-idempotency-key", "1 to 255 printable ASCII characters in one header are needed")
+    return key
+
+
+def callback_url(members: dict[str, Any]) -> str | None:
+    """Takes `callback_url` out of the members. Raises InvalidInput when it cannot be called."""
+    url = members.pop("callback_url", None)
+    if url is None:
+        return None
+    try:
+        if not isinstance(url, str):
+            raise EndpointRefused("must be a text")
+        endpoints.check(url)
+    except EndpointRefused as refusal:
+        raise InvalidInput([Flaw("#/callback_url", str(refusal))]) from None
+    return url
+
+
+def flaws(error: ValidationError) -> InvalidInput:
+    """What pydantic found, each with its place in the body."""
+    return InvalidInput([Flaw(_pointer(flaw["loc"]), flaw["msg"]) for flaw in error.errors(
+        include_url=False, include_context=False, include_input=False)])
+
+
+def _pointer(place: tuple[int | str, ...]) -> str:
+    return "#" + "".join("/" + str(step).replace("~", "~0").replace("/", "~1") for step in place)

@@ -1,0 +1,159 @@
+"""Problem details (RFC 9457): the only table of status codes, and the pages that explain it."""
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from flask import Blueprint, Flask, Response, g, render_template_string, request
+from sqlalchemy.exc import DBAPIError, OperationalError
+from sqlalchemy.exc import TimeoutError as PoolTimeout
+from werkzeug.exceptions import HTTPException
+
+from app import errors
+from app.clock import isoformat
+
+log = logging.getLogger("uketsuke.api")
+blueprint = Blueprint("problems", __name__)
+
+RETRY_AFTER_SECONDS = 2
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A line of the table: the status, its title, and what a client can do about it."""
+
+    status: int
+    title: str
+    advice: str
+
+
+TABLE: dict[str, Entry] = {
+    "malformed-json": Entry(400, "The body is not JSON", "Send one JSON object in UTF-8: no NaN or Infinity, no member "
+                            "twice, no NUL or lone surrogate in a text, no more than 32 levels deep."),
+    "bad-idempotency-key": Entry(400, "The Idempotency-Key cannot be used", "1 to 255 printable ASCII characters, bare "
+                                 "or as a quoted string, in one header."),
+    "bad-request": Entry(400, "The request cannot be understood", "See the detail."),
+    "unauthorized": Entry(401, "A token is needed", "Send Authorization: Bearer with a token of this service."),
+    "not-found": Entry(404, "There is no such thing", "The address is wrong, the thing never existed, it belongs to "
+                       "somebody else, or it expired so long ago that it is forgotten."),
+    "method-not-allowed": Entry(405, "The method is not allowed here", "See the Allow header."),
+    "expired": Entry(410, "The job has expired", "It finished, and its result was kept for its time to live. Submit it "
+                     "again if the result is still needed."),
+    "too-large": Entry(413, "The body is too large", "At most 1 MiB."),
+    "not-json": Entry(415, "The body is not declared as JSON", "Send Content-Type: application/json."),
+    "invalid-input": Entry(422, "The input is not what this resource takes", "See the errors: each names the place in "
+                           "the body and what is wrong there."),
+    "key-reused": Entry(422, "The Idempotency-Key stands for another request", "A key belongs to one request. The "
+                        "original's address is in the problem's location."),
+    "internal": Entry(500, "Something went wrong here", "Nothing of the request was kept. With an Idempotency-Key it "
+                      "can be repeated safely."),
+    "unavailable": Entry(503, "The database is not available", "Nothing of the request was kept. Repeat it after "
+                         "Retry-After seconds."),
+}
+_BY_STATUS = {400: "bad-request", 404: "not-found", 405: "method-not-allowed", 413: "too-large", 415: "not-json"}
+
+
+@dataclass
+class Problem(Exception):
+    """An answer that is a problem of the TABLE."""
+
+    name: str
+    detail: str
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+
+def answer(problem: Problem) -> Response:
+    """The problem as a response of type `application/problem+json`."""
+    entry = TABLE[problem.name]
+    body = {
+        "type": f"/problems/{problem.name}", "title": entry.title, "status": entry.status, "detail": problem.detail,
+        "instance": request.path, "request_id": g.get("request_id"), **problem.extra}
+    headers = dict(problem.headers)
+    if entry.status == 503:
+        headers.setdefault("Retry-After", str(RETRY_AFTER_SECONDS))
+    text = json.dumps(body, ensure_ascii=True) + "\n"  # a path may hold what UTF-8 cannot
+    return Response(text, entry.status, headers, content_type="application/problem+json")
+
+
+def _from_http(error: HTTPException) -> Response:
+    """What Flask itself refuses: no route, wrong method, ..."""
+    if error.code is None or error.code < 400:
+        return error.get_response()  # type: ignore[return-value]
+    name = _BY_STATUS.get(error.code, "bad-request" if error.code < 500 else "internal")
+    headers = {}
+    if isinstance(methods := getattr(error, "valid_methods", None), list | set | tuple):
+        headers["Allow"] = ", ".join(sorted(methods))
+    return answer(Problem(name, error.description or TABLE[name].title, headers=headers))
+
+
+def _from_ours(error: errors.UketsukeError) -> Response:
+    return answer(as_problem(error))
+
+
+def as_problem(error: errors.UketsukeError) -> Problem:
+    """The problem that stands for an exception of `app.errors`."""
+    match error:
+        case errors.InvalidInput():
+            flaws = [{"pointer": flaw.pointer, "detail": flaw.detail} for flaw in error.flaws]
+            return Problem("invalid-input", str(error), {"errors": flaws})
+        case errors.KeyReused():
+            return Problem("key-reused", str(error), {"location": error.location})
+        case errors.NotFound():
+            return Problem("not-found", str(error))
+        case errors.Expired():
+            return Problem("expired", str(error), {
+                "job_id": error.job_id, "kind": error.kind, "job_status": error.status,
+                "finished_at": isoformat(error.finished_at), "expired_at": isoformat(error.expired_at)})
+    log.error("an exception without a problem", exc_info=error, extra={"request_id": g.get("request_id")})
+    return Problem("internal", TABLE["internal"].title)
+
+
+def _from_database(error: Exception) -> Response:
+    """Away, locked or overloaded: come back. Anything else that it refuses is ours to mend."""
+    cause = getattr(error, "orig", None) or error
+    log.error("the database refused", extra={
+        "request_id": g.get("request_id"), "error": f"{type(cause).__name__}: {cause}"})
+    if isinstance(error, OperationalError | PoolTimeout):
+        return answer(Problem("unavailable", "the database did not answer in time; nothing was kept"))
+    return answer(Problem("internal", "the database refused the change; nothing was kept"))
+
+
+def _from_anything(error: Exception) -> Response:
+    log.error("an unexpected exception", exc_info=error, extra={"request_id": g.get("request_id")})
+    return answer(Problem("internal", "an unexpected error; nothing of the request was kept"))
+
+
+def handle_all(app: Flask) -> None:
+    """Makes every error of this application a problem."""
+    app.register_error_handler(Problem, answer)
+    app.register_error_handler(HTTPException, _from_http)
+    app.register_error_handler(errors.UketsukeError, _from_ours)
+    app.register_error_handler(DBAPIError, _from_database)
+    app.register_error_handler(PoolTimeout, _from_database)
+    app.register_error_handler(Exception, _from_anything)
+
+
+_PAGE = """<!doctype html>
+<html lang="en">
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width">
+<title>{{ entry.title }}</title>
+<style>body { font: 16px/1.5 system-ui, sans-serif; max-width: 40em; margin: 3em auto; padding: 0 1em }</style>
+<h1>{{ entry.title }}</h1>
+<p>Status {{ entry.status }}, type <code>/problems/{{ name }}</code></p>
+<p>{{ entry.advice }}</p>
+</html>
+"""
+
+
+@blueprint.get("/problems/<name>")
+def explain(name: str) -> Response:
+    """A page about one type of problem."""
+    if name not in TABLE:
+        raise errors.NotFound("no problem has this name")
+    page = render_template_string(_PAGE, name=name, entry=TABLE[name])
+    return Response(page, content_type="text/html; charset=utf-8")
