@@ -1,0 +1,54 @@
+"""How Celery is set up. Celery is a doorbell: no result backend, ids only, JSON only; waiting is a column in SQL."""
+from app import config
+
+_settings = config.settings()
+
+broker_url = config.broker_url()
+broker_connection_retry_on_startup = True
+broker_connection_max_retries = None  # for ever: a broker that returns is used again without a restart
+broker_transport_options = {"confirm_publish": True} if broker_url.startswith("amqp") else {
+    "visibility_timeout": _settings.broker_visibility_timeout_seconds,
+    "socket_timeout": 5,
+    "socket_connect_timeout": 2,
+    "socket_keepalive": True,
+    "health_check_interval": 10,
+}
+
+imports = (
+    "tasks.relay_outbox", "tasks.run_job", "tasks.deliver_webhook", "tasks.rescue_stalled", "tasks.prune_expired",
+)
+task_serializer = "json"
+accept_content = ["json"]
+task_ignore_result = True
+result_backend = None
+task_default_queue = "q:jobs2"
+task_send_sent_event = True  # Flower then knows the names of tasks that no worker has received yet
+worker_send_task_events = True
+
+worker_concurrency = _settings.worker_concurrency
+worker_prefetch_multiplier = 1  # with late acknowledgement: a short job never waits behind a long one
+worker_max_tasks_per_child = 10_000
+worker_hijack_root_logger = False
+worker_redirect_stdouts = False
+worker_cancel_long_running_tasks_on_connection_loss = False  # SQL decides whether an attempt still counts
+
+enable_utc = True
+timezone = "UTC"
+# `expires` drops ticks that waited for a courier: what they would have done, the next one does.
+beat_schedule = {
+    "relay": {
+        "task": "tasks.relay_outbox",
+        "schedule": _settings.relay_interval_seconds,
+        "options": {"queue": "relay", "expires": _settings.relay_interval_seconds},
+    },
+    "rescue": {
+        "task": "tasks.rescue_stalled",
+        "schedule": _settings.rescue_interval_seconds,
+        "options": {"queue": "relay", "expires": _settings.rescue_interval_seconds},
+    },
+    "prune": {
+        "task": "tasks.prune_expired",
+        "schedule": _settings.prune_interval_seconds,
+        "options": {"queue": "relay", "expires": _settings.prune_interval_seconds},
+    },
+}

@@ -1,0 +1,11 @@
+"""Verbs: what Celery's processes do to the nouns of `app`. Nothing is imported here, so that the API can load a kind
+without Celery.
+
+celery            the Celery app, its processes' logs and signs of life
+relay_outbox      claim, publish, mark: the only door to the broker
+run_job           one attempt of one job
+deliver_webhook   one attempt of one delivery (`egress`, `signature` and `backoff` serve it)
+rescue_stalled    leases that ran out, messages that got lost
+prune_expired     past the time to live
+primes, history   the built-in kinds
+"""

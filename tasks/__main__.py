@@ -1,0 +1,64 @@
+"""The Procfile's Celery lines: `python -m tasks worker | courier | beat | flower`. Each becomes the Celery command that
+it prints, with the settings of the environment and `.env`."""
+from __future__ import annotations
+
+import os
+import sys
+
+from app import config, embedded, kinds
+from app.config import Settings
+from app.errors import UketsukeError, WrongSetting
+
+
+def worker(settings: Settings) -> list[str]:
+    """Runs jobs, each in a process of its own: a kind may use the processor, leak or crash."""
+    return [
+        "worker", "--pool", "prefork", "--concurrency", str(settings.worker_concurrency),
+        "--queues", ",".join(settings.worker_queues), "--hostname", f"worker-{os.getpid()}@%h", "--task-events",
+    ]
+
+
+def courier(settings: Settings) -> list[str]:
+    """Waits on the network with many threads: publishes the outbox, delivers callbacks, rescues, prunes."""
+    return [
+        "worker", "--pool", "threads", "--concurrency", str(settings.courier_concurrency),
+        "--queues", "relay,callbacks", "--hostname", f"courier-{os.getpid()}@%h", "--task-events",
+    ]
+
+
+def beat(settings: Settings) -> list[str]:
+    """The clock. Its schedule is kept in memory: no file to corrupt, no pid file to be left behind."""
+    return ["beat", "--scheduler", "celery.beat:Scheduler", "--pidfile="]
+
+
+def flower(settings: Settings) -> list[str]:
+    """The dashboard, on loopback. The ticks of the clock come often: 10,000 tasks are some hours."""
+    if not embedded.is_free("127.0.0.1", settings.flower_port):
+        raise WrongSetting(f"port {settings.flower_port} is taken: choose another with FLOWER_PORT")
+    argv = ["flower", "--address=127.0.0.1", f"--port={settings.flower_port}", "--max_tasks=10000", "--logging=error"]
+    if settings.flower_basic_auth:
+        os.environ["FLOWER_BASIC_AUTH"] = settings.flower_basic_auth  # not in the arguments, which `ps` shows
+    return argv
+
+
+ROLES = {"worker": worker, "courier": courier, "beat": beat, "flower": flower}
+
+
+def main() -> int:
+    """Becomes the Celery process of this role, or says in one line why it cannot."""
+    role = sys.argv[1] if len(sys.argv) == 2 else ""
+    if role not in ROLES:
+        print(f"usage: python -m tasks {' | '.join(ROLES)}", file=sys.stderr)
+        return 2
+    try:
+        kinds.registry()
+        arguments = ROLES[role](config.settings())
+    except UketsukeError as error:
+        print(f"{role}: {error}", file=sys.stderr)
+        return 2
+    os.environ["UKETSUKE_ROLE"] = role
+    os.execv(sys.executable, [sys.executable, "-m", "celery", "--app", "tasks.celery", "--quiet", *arguments])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

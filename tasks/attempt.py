@@ -1,0 +1,90 @@
+"""What a running attempt holds: its lease, kept by heartbeats, and the `Job` that the kind's function sees."""
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from datetime import timedelta
+from types import TracebackType
+
+from sqlalchemy.exc import SQLAlchemyError
+
+from app import clock, db, jobs, status
+from app.config import settings
+from app.jobs import Job
+
+log = logging.getLogger("uketsuke.attempt")
+
+_PROGRESS_SECONDS = 0.5  # how often progress reaches the view; SQL learns of it with each heartbeat
+
+
+class Attempt:
+    """One attempt of one job, for the time that its function runs. Implements `app.kinds.Job`.
+
+    As a context it keeps the lease: a thread extends it several times within its length, so that an attempt may run for
+    hours, and one whose process died, froze or lost the database is noticed within LEASE_SECONDS.
+    """
+
+    def __init__(self, held: Job) -> None:
+        self._held = held
+        self._lost = threading.Event()
+        self._ended = threading.Event()
+        self._progress: tuple[int, int] | None = None
+        self._shown_at = 0.0
+        self._heart = threading.Thread(target=self._beat, name=f"lease-{held.id}", daemon=True)
+
+    @property
+    def id(self) -> str:
+        return self._held.id
+
+    @property
+    def attempt(self) -> int:
+        return self._held.attempt
+
+    def progress(self, done: int, total: int) -> None:
+        self._progress = (_countable(done), _countable(total))
+        if time.monotonic() - self._shown_at >= _PROGRESS_SECONDS:
+            self._shown_at = time.monotonic()
+            status.write(self._as_shown())
+
+    def cancelled(self) -> bool:
+        return self._lost.is_set()
+
+    def _as_shown(self) -> Job:
+        done, total = self._progress or (None, None)
+        return Job(**{**vars(self._held), "progress_done": done, "progress_total": total})
+
+    def __enter__(self) -> Attempt:
+        self._heart.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None,
+    ) -> None:
+        self._ended.set()
+        self._heart.join()
+
+    def _beat(self) -> None:
+        lease = settings().lease_seconds
+        while not self._ended.wait(min(lease / 6, status.UNFINISHED_TTL_SECONDS / 2)):
+            try:
+                self._extend(lease)
+            except SQLAlchemyError as error:  # tried again at the next beat, as long as the lease stands
+                log.warning("the lease could not be extended", extra={"job_id": self.id, "error": type(error).__name__})
+            if self._lost.is_set() and not self._ended.wait(1):  # not just finished a moment ago
+                log.warning("the attempt is no longer ours", extra={"job_id": self.id, "attempt": self.attempt})
+                return
+
+    def _extend(self, lease: float) -> None:
+        done, total = self._progress or (None, None)
+        with db.transaction() as tx:
+            after = jobs.extend_lease(tx, self._held, clock.now() + timedelta(seconds=lease), done, total)
+        if after is None:
+            self._lost.set()
+        elif not self._ended.is_set():
+            status.write(after)
+
+
+def _countable(number: int) -> int:
+    """A number that every JSON reader and database holds exactly (RFC 8259 6)."""
+    return max(0, min(int(number), 2**53 - 1))

@@ -1,0 +1,48 @@
+"""When the next try is due: pure functions; chance and the present are arguments."""
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import datetime, timedelta
+
+from urllib3.exceptions import InvalidHeader
+from urllib3.util.retry import Retry
+
+JITTER = 0.2  # of each wait, either way, so that what failed together does not return together
+MAX_RETRY_AFTER_SECONDS = 86_400.0
+_JOB_FIRST_SECONDS = 1.0
+_JOB_LONGEST_SECONDS = 30.0
+
+
+def jittered(seconds: float, chance: float) -> float:
+    """The wait with its jitter; `chance` is 0 to 1."""
+    return seconds * (1 - JITTER + 2 * JITTER * chance)
+
+
+def next_delivery_at(
+    schedule: Sequence[int], attempt: int, chance: float, retry_after: float | None, now: datetime,
+) -> datetime | None:
+    """When a delivery whose attempt (counted from 1) just failed is tried again, None when the schedule is over.
+
+    `schedule` holds the wait before each attempt, in seconds. A receiver's Retry-After never shortens a wait.
+    """
+    if attempt >= len(schedule):
+        return None
+    wait = jittered(schedule[attempt], chance)
+    return now + timedelta(seconds=max(wait, retry_after or 0.0))
+
+
+def next_job_attempt_at(attempt: int, chance: float, now: datetime) -> datetime:
+    """When a job whose attempt (counted from 1) ended in an exception is tried again: 1, 2, 4 ... 30 s later."""
+    wait = min(_JOB_FIRST_SECONDS * 2 ** min(attempt - 1, 10), _JOB_LONGEST_SECONDS)
+    return now + timedelta(seconds=jittered(wait, chance))
+
+
+def retry_after_seconds(header: str | None) -> float | None:
+    """A Retry-After header in seconds from now (RFC 9110 10.2.3: seconds or a date), MAX_RETRY_AFTER_SECONDS at most;
+    None when it says nothing."""
+    if not header:
+        return None
+    try:
+        return float(Retry(0, retry_after_max=int(MAX_RETRY_AFTER_SECONDS)).parse_retry_after(header))
+    except (InvalidHeader, ValueError, OverflowError):
+        return None

@@ -1,0 +1,167 @@
+"""One attempt of one delivery: prepare (claim it), act (POST, no transaction open), record (how it ended)."""
+from __future__ import annotations
+
+import json
+import logging
+import random
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+
+from sqlalchemy import Connection
+
+from app import clock, config, db, deliveries, jobs, outbox, states, status
+from app.clock import isoformat
+from app.config import settings
+from app.deliveries import Attempt, Delivery
+from app.errors import EndpointRefused
+from app.jobs import Job
+from tasks import backoff, egress, signature
+from tasks.celery import app
+from tasks.egress import Answer, Unanswered
+
+log = logging.getLogger("uketsuke.deliver")
+
+# Answers that the same request will get again.
+PERMANENT = frozenset({400, 401, 403, 404, 405, 410, 413, 415, 422})
+_LEASE_MARGIN_SECONDS = 15.0  # beyond the attempt's own deadline: connecting and recording
+_STEP_BACK_SECONDS = 1.0  # a delivery whose host, or whose courier, is busy comes back so much later
+_THREADS_FOR_THE_RELAY = 3  # of the courier's: callbacks that hang can never hold up the relay or the rescue
+
+Post = Callable[[str, bytes, dict[str, str], float], Answer]
+
+
+@dataclass(frozen=True)
+class Ending:
+    """What one try led to."""
+
+    becomes: str
+    next_attempt_at: datetime | None
+
+
+@app.task(name="tasks.deliver_webhook")
+def deliver_webhook(delivery_id: str) -> None:
+    """Makes the next try of this delivery, unless it is not due or somebody else makes it."""
+    if not _threads().acquire(blocking=False):
+        _step_back(delivery_id, clock.now())
+        return
+    try:
+        run_once(delivery_id)
+    finally:
+        _threads().release()
+
+
+_semaphore: threading.BoundedSemaphore | None = None
+
+
+def _threads() -> threading.BoundedSemaphore:
+    global _semaphore
+    if _semaphore is None:
+        _semaphore = threading.BoundedSemaphore(settings().courier_concurrency - _THREADS_FOR_THE_RELAY)
+    return _semaphore
+
+
+def run_once(
+    delivery_id: str, post: Post = egress.post, now: Callable[[], datetime] = clock.now,
+) -> Delivery | None:
+    """Prepares, acts, records; returns the delivery as it left it, None when there was nothing to claim."""
+    prepared = _prepare(delivery_id, now())
+    if prepared is None:
+        return None
+    held, job = prepared
+    tried, retry_after, refused = _act(held, job, post, now)
+    ending = decide(held, tried, retry_after, refused, random.random(), now())
+    after = _record(held, tried, ending, now())
+    log.info("delivery attempted", extra={
+        "job_id": job.id, "webhook_id": held.id, "attempt": held.attempts, "state": ending.becomes,
+        "response_code": tried.response_code, "error": tried.error, "recorded": after is not None})
+    return after
+
+
+def _prepare(delivery_id: str, now: datetime) -> tuple[Delivery, Job] | None:
+    lease = timedelta(seconds=settings().callback_timeout_seconds + _LEASE_MARGIN_SECONDS)
+    with db.transaction() as tx:
+        known = deliveries.find(tx, delivery_id)
+        if known is None:
+            return None
+        if deliveries.count_sending(tx, known.host, now) >= settings().callback_per_host:
+            _stage_again(tx, known, now)
+            return None
+        held = deliveries.claim(tx, delivery_id, now, now + lease)
+        if held is None:
+            return None
+        outbox.settle(tx, states.DELIVER_WEBHOOK, delivery_id)
+        job = jobs.find(tx, held.job_id)
+    assert job is not None  # its delivery refers to it
+    return held, job
+
+
+def _step_back(delivery_id: str, now: datetime) -> None:
+    with db.transaction() as tx:
+        known = deliveries.find(tx, delivery_id)
+        if known is not None:
+            _stage_again(tx, known, now)
+
+
+def _stage_again(tx: Connection, known: Delivery, now: datetime) -> None:
+    """Busy: the delivery stays pending, uses no attempt, and its message comes again."""
+    if known.state == states.PENDING:
+        later = now + timedelta(seconds=backoff.jittered(_STEP_BACK_SECONDS, random.random()))
+        deliveries.stage(tx, known.id, later, now)
+
+
+def body_of(job: Job) -> str:
+    """The bytes that every attempt sends: the job as clients read it without `callback`, and what happened when."""
+    assert job.finished_at is not None
+    return json.dumps(
+        {"type": f"job.{job.status}", "timestamp": isoformat(job.finished_at), **jobs.as_document(job)},
+        ensure_ascii=False, separators=(",", ":"))
+
+
+def _act(
+    held: Delivery, job: Job, post: Post, now: Callable[[], datetime],
+) -> tuple[Attempt, float | None, bool]:
+    began, began_at = time.monotonic(), now()
+    body = body_of(job)
+    headers = signature.headers(held.id, began_at, body, config.callback_secrets())
+    code, error, excerpt, retry_after, refused = None, None, None, None, False
+    try:
+        answer = post(held.url, body.encode(), headers, settings().callback_timeout_seconds)
+    except EndpointRefused as refusal:
+        error, refused = f"refused: {refusal}", True
+    except Unanswered as failure:
+        code, error = failure.code, str(failure)
+    else:
+        code, excerpt = answer.code, answer.excerpt.decode("utf-8", "replace")
+        retry_after = backoff.retry_after_seconds(answer.retry_after) if code in (429, 503) else None
+    tried = Attempt(held.attempts, began_at, code, error, time.monotonic() - began, excerpt)
+    return tried, retry_after, refused
+
+
+def decide(
+    held: Delivery, tried: Attempt, retry_after: float | None, refused: bool, chance: float, now: datetime,
+) -> Ending:
+    """What a try leads to: a 2xx whose whole answer came is success; PERMANENT answers and refused addresses end the
+    delivery; everything else is tried again as long as the schedule lasts."""
+    if refused:
+        return Ending(states.REFUSED, None)
+    code = tried.response_code
+    if tried.error is None and code is not None:
+        if 200 <= code < 300:
+            return Ending(states.DELIVERED, None)
+        if code in PERMANENT:
+            return Ending(states.GONE if code == 410 else states.EXHAUSTED, None)
+    due = backoff.next_delivery_at(settings().callback_schedule_seconds, held.attempts, chance, retry_after, now)
+    return Ending(states.EXHAUSTED, None) if due is None else Ending(states.PENDING, due)
+
+
+def _record(held: Delivery, tried: Attempt, ending: Ending, now: datetime) -> Delivery | None:
+    with db.transaction() as tx:
+        after = deliveries.record(tx, held, tried, ending.becomes, ending.next_attempt_at, now)
+        if after is None:
+            return None
+        job = jobs.touch(tx, held.job_id)
+    status.write(job, after)
+    return after

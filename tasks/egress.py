@@ -1,0 +1,189 @@
+"""The only outbound socket: one POST to a callback address, bounded in every direction."""
+from __future__ import annotations
+
+import contextlib
+import functools
+import http.cookiejar
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import requests
+import urllib3
+from ssrfguard import Policy, SSRFGuardError
+from ssrfguard.requests import SafeAdapter, Session
+
+from app import endpoints
+from app.errors import EndpointRefused
+
+CONNECT_SECONDS = 3.0
+MAX_ANSWER_BYTES = 64 * 1024
+_CHUNK_BYTES = 4096
+_POOLS = 32  # hosts whose connections are kept
+_USER_AGENT = "uketsuke/0.1 (+webhook)"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the receiver answered; `excerpt` holds the first MAX_ANSWER_BYTES of the body at most, undecoded."""
+
+    code: int
+    retry_after: str | None
+    excerpt: bytes
+
+
+class Unanswered(Exception):
+    """No whole answer came; the message says why, `code` is the status line's if there was one."""
+
+    def __init__(self, why: str, code: int | None = None) -> None:
+        super().__init__(why)
+        self.code = code
+
+
+def post(url: str, body: bytes, headers: dict[str, str], timeout: float) -> Answer:
+    """One attempt: never longer than `timeout` seconds (after CONNECT_SECONDS of name look-up and connecting at most),
+    never redirected, never through a proxy, never to an address that `endpoints` refuses.
+
+    Raises EndpointRefused without having connected, and Unanswered.
+    """
+    session = _session(os.getpid(), endpoints.policy_for(url))
+    with _deadline(timeout) as deadline:
+        code = None
+        try:
+            with session.post(
+                url, data=body, headers={**headers, "Content-Type": "application/json"}, stream=True,
+                allow_redirects=False, timeout=(CONNECT_SECONDS, timeout),
+            ) as response:
+                code = response.status_code
+                excerpt = _read(response)
+                deadline.check()
+                return Answer(code, response.headers.get("Retry-After"), excerpt)
+        except SSRFGuardError as error:
+            raise EndpointRefused(endpoints.reason(error)) from None
+        except (requests.RequestException, urllib3.exceptions.HTTPError, OSError, ValueError) as error:
+            why = f"no whole answer within {timeout:g} s" if deadline.over else _reason(error)
+            raise Unanswered(why, code) from None
+
+
+def _read(response: requests.Response) -> bytes:
+    """At most MAX_ANSWER_BYTES, as they came: a compressed body is not unpacked."""
+    kept = b""
+    while len(kept) < MAX_ANSWER_BYTES:
+        chunk = response.raw.read(min(_CHUNK_BYTES, MAX_ANSWER_BYTES - len(kept)), decode_content=False)
+        if not chunk:
+            break
+        kept += chunk
+    return kept
+
+
+def _reason(error: Exception) -> str:
+    """The innermost cause, in a few words and without the URL."""
+    while isinstance(inner := error.__cause__ or error.__context__ or _argument(error), Exception):
+        error = inner
+    return f"{type(error).__name__}: {getattr(error, 'strerror', None) or error}"[:300]
+
+
+def _argument(error: Exception) -> Any:
+    return getattr(error, "reason", None) or (error.args[0] if error.args else None)
+
+
+# --- the deadline: `requests` bounds each wait, not their sum, and threads cannot be interrupted ---
+
+
+class _Running:
+    """The running attempt of a thread: when its time is over, its sockets are shut and every wait on them ends."""
+
+    def __init__(self) -> None:
+        self.over = False
+        self.lock = threading.Lock()
+        self.sockets: list[socket.socket] = []
+
+    def check(self) -> None:
+        if self.over:
+            raise OSError("too late")
+
+    def watch(self, used: socket.socket) -> None:
+        """Remembers a socket that the attempt uses, by a descriptor of its own: TLS replaces the first one."""
+        with self.lock:
+            self.sockets.append(socket.socket(fileno=os.dup(used.fileno())))
+        if self.over:
+            self.shut()
+
+    def shut(self) -> None:
+        self.over = True
+        with self.lock:
+            for used in self.sockets:
+                with contextlib.suppress(OSError):
+                    used.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        with self.lock:
+            for used in self.sockets:
+                used.close()
+            self.sockets.clear()
+
+
+_this_thread = threading.local()
+
+
+@contextlib.contextmanager
+def _deadline(seconds: float) -> Iterator[_Running]:
+    running = _Running()
+    timer = threading.Timer(seconds, running.shut)
+    timer.daemon = True
+    timer.start()
+    _this_thread.running = running
+    try:
+        yield running
+    finally:
+        timer.cancel()
+        _this_thread.running = None
+        running.close()
+
+
+def _watched(connection_class: type) -> type:
+    """The same connection class, whose sockets the running attempt's deadline can shut."""
+
+    def new_conn(self: Any) -> socket.socket:
+        opened = connection_class._new_conn(self)  # type: ignore[attr-defined]
+        _this_thread.running.watch(opened)
+        return opened
+
+    def request(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.sock is not None:  # kept alive from an earlier attempt
+            _this_thread.running.watch(self.sock)
+        return connection_class.request(self, *args, **kwargs)  # type: ignore[attr-defined]
+
+    return type(f"Watched{connection_class.__name__}", (connection_class,), {"_new_conn": new_conn, "request": request})
+
+
+class _WatchedAdapter(SafeAdapter):
+    def init_poolmanager(self, *args: Any, **kwargs: Any) -> None:
+        super().init_poolmanager(*args, **kwargs)
+        self.poolmanager.pool_classes_by_scheme = {
+            scheme: type(f"Watched{pool.__name__}", (pool,), {"ConnectionCls": _watched(pool.ConnectionCls)})
+            for scheme, pool in self.poolmanager.pool_classes_by_scheme.items()
+        }
+
+
+class _OneAnswer(Session):
+    """A session that takes the first answer: `requests` reads a redirect's whole body even when it does not follow."""
+
+    def get_redirect_target(self, response: requests.Response) -> None:
+        return None
+
+
+@functools.lru_cache(maxsize=64)
+def _session(pid: int, policy: Policy) -> Session:
+    session = _OneAnswer(policy=policy, resolver=endpoints.lookup)
+    for scheme in ("http://", "https://"):
+        session.mount(scheme, _WatchedAdapter(
+            policy=policy, resolver=endpoints.lookup, pool_connections=_POOLS, pool_maxsize=_POOLS))
+    session.trust_env = False  # neither proxies nor ~/.netrc
+    session.cookies.set_policy(http.cookiejar.DefaultCookiePolicy(allowed_domains=[]))
+    session.headers["User-Agent"] = _USER_AGENT
+    del session.headers["Accept-Encoding"]
+    return session

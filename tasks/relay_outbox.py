@@ -1,0 +1,102 @@
+"""The relay: claim due rows (short transaction), publish them (no transaction open), mark them (short transaction).
+
+The only `apply_async` in the tree. Beat starts a relay every RELAY_INTERVAL_SECONDS; each drains the outbox and then
+waits for wake tokens until its interval is over, so that a submission is published at once.
+"""
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections.abc import Callable
+from datetime import datetime, timedelta
+
+from kombu.exceptions import OperationalError as BrokerAway
+from redis.exceptions import RedisError
+
+from app import clock, db, outbox, states, status
+from app.config import settings
+from app.outbox import Row
+from tasks.celery import app
+
+log = logging.getLogger("uketsuke.relay")
+
+BATCH = 100  # few enough that a killed relay leaves little under its lease
+LEASE_SECONDS = 15.0  # publishing a batch takes milliseconds; a relay that takes longer has died
+AWAY_SECONDS = 1.0  # when the broker takes nothing, all wait so long
+_REFUSED_SECONDS = 5.0  # when the broker takes everything but this row, it waits so long
+_HARD_LIMIT_AFTER_SECONDS = 10.0  # a function that swallows its soft limit is killed so much later
+
+Publish = Callable[[Row], None]
+
+
+def publish(row: Row) -> None:
+    """Hands one message to the broker; it carries the row's target id and nothing else.
+
+    Raises BrokerAway, RedisError or OSError when the broker takes nothing now, anything else when this row cannot be
+    published at all.
+    """
+    limits = {}
+    if row.time_limit_seconds is not None:
+        limits = {"soft_time_limit": row.time_limit_seconds,
+                  "time_limit": row.time_limit_seconds + _HARD_LIMIT_AFTER_SECONDS}
+    app.tasks[f"tasks.{row.task}"].apply_async(args=[row.target_id], queue=row.queue, retry=False, **limits)
+
+
+def drain(publish: Publish, now: Callable[[], datetime] = clock.now) -> int:
+    """Publishes everything that is due; returns how many messages the broker took. Ends early when it takes none."""
+    published = 0
+    while True:
+        lease = secrets.token_hex(8)
+        began = now()
+        with db.transaction() as tx:
+            rows = outbox.claim(tx, lease, began, began + timedelta(seconds=LEASE_SECONDS), BATCH)
+        taken, away = _publish_all(publish, lease, rows, now)
+        published += taken
+        if away or len(rows) < BATCH:
+            return published
+
+
+def _publish_all(publish: Publish, lease: str, rows: list[Row], now: Callable[[], datetime]) -> tuple[int, bool]:
+    taken: list[int] = []
+    refused: list[tuple[Row, str]] = []
+    left: list[int] = []
+    for row in rows:
+        if left:
+            left.append(row.id)
+            continue
+        try:
+            publish(row)
+        except (BrokerAway, RedisError, OSError) as error:
+            log.warning("the broker is away", extra={"error": f"{type(error).__name__}: {error}"})
+            left.append(row.id)
+        except Exception as error:  # the row's own fault: it must not hold up the rows behind it
+            refused.append((row, f"{type(error).__name__}: {error}"))
+        else:
+            taken.append(row.id)
+    if rows:
+        _record(lease, taken, refused, left, now())
+    return len(taken), bool(left)
+
+
+def _record(lease: str, taken: list[int], refused: list[tuple[Row, str]], left: list[int], now: datetime) -> None:
+    with db.transaction() as tx:
+        outbox.mark_published(tx, lease, taken, now)
+        outbox.release(tx, lease, left, now + timedelta(seconds=AWAY_SECONDS))
+        for row, why in refused:
+            becomes = outbox.refuse(tx, lease, row, why, now + timedelta(seconds=_REFUSED_SECONDS))
+            log.error("a row cannot be published", extra={
+                "outbox_id": row.id, "target_id": row.target_id, "state": becomes, "error": why})
+            if becomes == states.PARKED:
+                log.error("the row is parked", extra={"outbox_id": row.id, "target_id": row.target_id})
+
+
+@app.task(name="tasks.relay_outbox")
+def relay_outbox() -> None:
+    """One tick: drains, then again at each wake token until the interval is over."""
+    until = time.monotonic() + settings().relay_interval_seconds
+    while True:
+        drain(publish)
+        status.relay_ran(clock.now())
+        if not status.wait_for_wake(until - time.monotonic()):
+            return

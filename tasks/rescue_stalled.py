@@ -1,0 +1,134 @@
+"""The rescue: attempts whose lease ran out are ended, messages that got lost are published again."""
+from __future__ import annotations
+
+import logging
+import random
+from datetime import datetime, timedelta
+
+from redis.exceptions import RedisError
+from sqlalchemy import Connection
+
+from app import clock, db, deliveries, jobs, outbox, status
+from app.config import settings
+from app.deliveries import QUEUE as CALLBACKS
+from app.deliveries import Attempt, Delivery
+from app.jobs import Job
+from tasks import deliver_webhook, run_job
+from tasks.celery import app
+
+log = logging.getLogger("uketsuke.rescue")
+
+BATCH = 100
+# A message is claimed within milliseconds of a free slot. One that waits this long beside a free slot, or while
+# messages published this much later were claimed, is lost.
+LOST_AFTER_SECONDS = 10.0
+
+_free_since: dict[str, datetime] = {}
+
+
+@app.task(name="tasks.rescue_stalled")
+def rescue_stalled() -> None:
+    """One tick of the rescue."""
+    run_once(clock.now(), _free_since)
+
+
+def run_once(now: datetime, free_since: dict[str, datetime]) -> int:
+    """Ends stalled attempts of jobs and deliveries and republishes lost messages; returns how many it helped.
+
+    `free_since` is this process's memory between ticks: since when each queue's workers have been seen with free slots.
+    """
+    rescued = _rescue_jobs(now) + _rescue_deliveries(now) + _republish_lost(now, free_since)
+    if rescued:
+        status.wake_relay()
+    return rescued
+
+
+def _rescue_jobs(now: datetime) -> int:
+    moved = []
+    with db.transaction() as tx:
+        for job in jobs.stalled(tx, now):
+            after = _end_attempt(tx, job, now)
+            if after is not None:
+                moved.append((after, run_job.follow_up(tx, after, now, now)))
+    for after, delivery in moved:
+        log.warning("stalled attempt ended", extra={
+            "job_id": after.id, "attempt": after.attempt, "status": after.status, "worker": after.worker})
+        status.write(after, delivery)
+    return len(moved)
+
+
+def _end_attempt(tx: Connection, job: Job, now: datetime) -> Job | None:
+    if job.attempt < job.max_attempts:
+        return jobs.requeue(tx, job)
+    code, message = "crashed", f"the process that ran attempt {job.attempt} died"
+    if job.started_at is not None and (now - job.started_at).total_seconds() > job.time_limit_seconds:
+        code, message = "timeout", "the attempt took longer than its kind's time limit and was killed"
+    return jobs.fail(tx, job, code, message, now, timedelta(seconds=settings().result_ttl_seconds))
+
+
+def _rescue_deliveries(now: datetime) -> int:
+    moved = []
+    with db.transaction() as tx:
+        for delivery in deliveries.stalled(tx, now):
+            after = _end_try(tx, delivery, now)
+            if after is not None:
+                moved.append((jobs.touch(tx, after.job_id), after))
+    for job, after in moved:
+        log.warning("stalled delivery attempt ended", extra={
+            "job_id": job.id, "webhook_id": after.id, "attempt": after.attempts, "state": after.state})
+        status.write(job, after)
+    return len(moved)
+
+
+def _end_try(tx: Connection, delivery: Delivery, now: datetime) -> Delivery | None:
+    why = "interrupted: the courier died; it is not known what arrived"
+    tried = Attempt(delivery.attempts, now, None, why, 0.0, None)
+    ending = deliver_webhook.decide(delivery, tried, None, False, random.random(), now)
+    return deliveries.record(tx, delivery, tried, ending.becomes, ending.next_attempt_at, now)
+
+
+def _republish_lost(now: datetime, free_since: dict[str, datetime]) -> int:
+    with db.reading() as view:
+        queues = outbox.queues_with_published(view)
+    return sum(_republish_lost_of(queue, now, free_since) for queue in queues)
+
+
+def _republish_lost_of(queue: str, now: datetime, free_since: dict[str, datetime]) -> int:
+    before = _lost_before(queue, now, free_since)
+    if before is None:
+        return 0
+    with db.transaction() as tx:
+        lost = [row for row in outbox.published_before(tx, queue, before, BATCH) if outbox.republish(tx, row, now)]
+    for row in lost:
+        log.warning("lost message, published again", extra={
+            "outbox_id": row.id, "task": row.task, "target_id": row.target_id, "queue": queue})
+    return len(lost)
+
+
+def _lost_before(queue: str, now: datetime, free_since: dict[str, datetime]) -> datetime | None:
+    """The moment before which a message that was published and not claimed is lost; None when none can be told.
+
+    Waiting long is no sign: a deep backlog that is being worked off waits too.
+    """
+    margin = timedelta(seconds=LOST_AFTER_SECONDS)
+    if queue == CALLBACKS:  # the courier takes every message at once: what it cannot deliver now it stages again
+        return now - margin if _living("courier", queue) else None
+    with db.reading() as view:
+        running = jobs.count_running(view, queue)
+        started_at, published_at = jobs.last_started(view, queue) or (None, None)
+    since = free_since.setdefault(queue, now)
+    if _living("worker", queue) <= running:
+        del free_since[queue]
+    elif started_at is not None and started_at > since:
+        free_since[queue] = now
+    elif now - since >= margin:
+        return now - margin  # slots have been free all the time, and nobody has claimed anything
+    return None if published_at is None else published_at - margin  # consumption has moved past it
+
+
+def _living(role: str, queue: str) -> int:
+    """The slots of this queue's living consumers; 0 when Redis does not tell."""
+    try:
+        return sum(sign["concurrency"] for sign in status.signs_of_life(role) if queue in sign["queues"])
+    except (RedisError, OSError):
+        return 0

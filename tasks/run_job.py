@@ -1,0 +1,190 @@
+"""One attempt of one job: claim it (attempt, lease), run its kind, write final state and result in one transaction."""
+from __future__ import annotations
+
+import json
+import logging
+import os
+import random
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from typing import Any
+
+from celery.exceptions import SoftTimeLimitExceeded
+from pydantic import BaseModel, ValidationError
+from sqlalchemy import Connection
+from sqlalchemy.exc import DBAPIError, OperationalError
+
+from app import clock, db, deliveries, jobs, kinds, outbox, states, status
+from app.config import settings
+from app.deliveries import Delivery
+from app.jobs import Job
+from app.kinds import Kind
+from tasks import backoff
+from tasks.attempt import Attempt
+from tasks.celery import app
+
+log = logging.getLogger("uketsuke.run")
+
+_FINISH_AGAIN_SECONDS = 1.0  # between tries to write an end that the database did not take
+
+
+@dataclass(frozen=True)
+class Success:
+    """The function returned; `result` is JSON text."""
+
+    result: str
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The attempt ended without a result. `again`: whether another attempt may do better."""
+
+    code: str
+    message: str
+    again: bool
+
+
+Outcome = Success | Failure
+
+
+class Lost(Exception):
+    """The attempt was taken from this worker: whatever it did in its transaction must not stand."""
+
+
+@app.task(name="tasks.run_job", acks_late=True)
+def run_job(job_id: str) -> None:
+    """Runs the next attempt of this job, unless somebody else has it or it is done: a repeated message is harmless."""
+    run_once(job_id)
+
+
+def run_once(job_id: str, now: Callable[[], datetime] = clock.now) -> Job | None:
+    """Claims, runs and finishes one attempt; returns the job as it left it, None when there was nothing to claim."""
+    held = _claim(job_id, now())
+    if held is None:
+        log.info("nothing to claim", extra={"job_id": job_id})
+        return None
+    status.write(held)
+    kind = kinds.registry().get(held.kind)
+    if kind is None:
+        # This worker was started without the module; another may have it.
+        return _finish(held, Failure("refused", f"no worker knows the kind {held.kind!r}", again=True), now)
+    began = time.monotonic()
+    after = _run(held, kind, now)
+    log.info("attempt ended" if after else "attempt lost", extra={
+        "job_id": held.id, "kind": held.kind, "attempt": held.attempt, "status": after.status if after else None,
+        "error_code": after.error_code if after else None, "seconds": round(time.monotonic() - began, 3)})
+    return after
+
+
+def _claim(job_id: str, now: datetime) -> Job | None:
+    worker = f"{socket.gethostname()}:{os.getpid()}"
+    with db.transaction() as tx:
+        published_at = outbox.settle(tx, states.RUN_JOB, job_id)
+        held = jobs.start(tx, job_id, worker, now, now + timedelta(seconds=settings().lease_seconds), published_at)
+    return held
+
+
+def _run(held: Job, kind: Kind, now: Callable[[], datetime]) -> Job | None:
+    with Attempt(held) as attempt:
+        if kind.transactional:
+            return _run_in_transaction(held, kind, attempt, now)
+        outcome = _outcome(kind, lambda input: kind.function(input, attempt), held)
+        return _finish(held, outcome, now)
+
+
+def _run_in_transaction(held: Job, kind: Kind, attempt: Attempt, now: Callable[[], datetime]) -> Job | None:
+    """The function's rows and the job's success are one commit; any other end leaves none of its rows."""
+    failure = None
+    try:
+        with db.transaction() as tx:
+            outcome = _outcome(kind, lambda input: kind.function(input, attempt, tx), held)
+            if isinstance(outcome, Failure):
+                failure = outcome
+                raise Lost
+            ended = _write_end(tx, held, outcome, now())
+    except Lost:
+        return None if failure is None else _finish(held, failure, now)
+    except DBAPIError as error:
+        return _finish(held, _failure(error), now)
+    status.write(*ended, wake=ended[1] is not None)
+    return ended[0]
+
+
+def _outcome(kind: Kind, call: Callable[[BaseModel], Any], held: Job) -> Outcome:
+    try:
+        return _success(call(kinds.read_input(kind, held.input)))
+    except (Exception, SystemExit) as error:  # whatever a kind's function raises ends its attempt, not its worker
+        return _failure(error)
+
+
+def _success(value: Any) -> Outcome:
+    try:
+        result = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+        size = len(result.encode())
+    except (TypeError, ValueError, RecursionError) as error:
+        return Failure("bad_result", f"the result is not JSON: {error}", again=False)
+    if size > kinds.MAX_RESULT_BYTES:
+        return Failure("bad_result", f"the result has {size} bytes, {kinds.MAX_RESULT_BYTES} are allowed", again=False)
+    return Success(result)
+
+
+def _failure(error: BaseException) -> Failure:
+    if isinstance(error, kinds.Refused):
+        return Failure("refused", str(error), again=False)
+    if isinstance(error, SoftTimeLimitExceeded):
+        return Failure("timeout", "the attempt took longer than its kind's time limit", again=True)
+    if isinstance(error, ValidationError):
+        return Failure("exception", f"the input no longer fits its kind ({error.error_count()} flaws)", again=True)
+    cause = error.orig if isinstance(error, DBAPIError) and error.orig is not None else error  # without the statement
+    return Failure("exception", f"{type(cause).__name__}: {cause}", again=True)
+
+
+def _finish(held: Job, outcome: Outcome, now: Callable[[], datetime]) -> Job | None:
+    """Writes the end of the attempt; a database that is away is asked again for as long as the lease could stand."""
+    give_up = time.monotonic() + settings().lease_seconds
+    while True:
+        try:
+            with db.transaction() as tx:
+                ended = _write_end(tx, held, outcome, now())
+            break
+        except Lost:
+            return None
+        except OperationalError:
+            if time.monotonic() > give_up:
+                raise  # the lease runs out, and the rescue decides
+            time.sleep(_FINISH_AGAIN_SECONDS)
+        except DBAPIError as error:
+            if not isinstance(outcome, Success):
+                raise
+            outcome = _failure(error)  # the end was refused, say by a trigger: that is how this attempt ended
+    status.write(*ended, wake=ended[1] is not None or not ended[0].final)
+    return ended[0]
+
+
+def _write_end(tx: Connection, held: Job, outcome: Outcome, now: datetime) -> tuple[Job, Delivery | None]:
+    """The one guarded statement that ends the attempt, with what must follow from it. Raises Lost."""
+    ttl = timedelta(seconds=settings().result_ttl_seconds)
+    if isinstance(outcome, Success):
+        after = jobs.succeed(tx, held, outcome.result, now, ttl)
+    elif outcome.again and held.attempt < held.max_attempts:
+        after = jobs.requeue(tx, held)
+    else:
+        after = jobs.fail(tx, held, outcome.code, outcome.message, now, ttl)
+    if after is None:
+        raise Lost
+    return after, follow_up(tx, after, backoff.next_job_attempt_at(held.attempt, random.random(), now), now)
+
+
+def follow_up(tx: Connection, job: Job, next_attempt_at: datetime, now: datetime) -> Delivery | None:
+    """What a moved job makes necessary, in the transaction of the move: the message of its next attempt, or its
+    callback."""
+    if not job.final:
+        outbox.stage(tx, states.RUN_JOB, job.id, job.queue, now, next_attempt_at, job.time_limit_seconds)
+        return None
+    if job.callback_url is None:
+        return None
+    first = backoff.jittered(settings().callback_schedule_seconds[0], random.random())
+    return deliveries.add(tx, job, now + timedelta(seconds=first), now)
