@@ -1,0 +1,1 @@
+"""A greenhouse, as an example of somebody else's package."""
