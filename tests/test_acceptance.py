@@ -1,0 +1,232 @@
+"""The whole story, with the Procfile's own processes."""
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import redis
+import requests
+
+from tests.processes import Site
+from tests.servers import Postgres, Valkey, wait_until
+
+pytestmark = pytest.mark.acceptance
+
+
+def test_a_job_goes_all_the_way_with_one_command(tmp_path: Path) -> None:
+    """make run: submit, poll, result, hook.log, note and history, a repeated key; stop; start again on the same."""
+    with Site(tmp_path, FLOWER_BASIC_AUTH="u:p", CALLBACK_SCHEDULE_SECONDS="0,1,1") as site:
+        stack = site.start()
+        site.wait_ready()
+        assert f"API       {site.api}" in stack.output() and "curl -i" in stack.output()
+
+        answer = site.post("/jobs", {"n": 10**6, "callback_url": f"{site.hook}/"})
+        job_id = answer.json()["job_id"]
+        assert answer.headers["Location"] == f"/jobs/{job_id}"
+        job = site.poll(job_id)
+        assert (job["status"], job["result"]) == ("succeeded", {"n": 10**6, "count": 78498})
+        wait_until(lambda: any(f"job_id={job_id} status=succeeded" in line and "signature=valid" in line
+                               for line in site.hooks()))
+        wait_until(lambda: site.get(f"/jobs/{job_id}").json()["callback"]["status"] == "delivered")
+
+        first = site.post("/notes", {"text": "CANARY1"}, Idempotency_Key="n1")
+        again = site.post("/notes", {"text": "CANARY1"}, Idempotency_Key="n1")
+        assert first.content == again.content and again.headers["Idempotent-Replayed"] == "true"
+        site.poll(first.json()["job_id"])
+        events = site.get(f"/notes/{first.json()['id']}/events").json()["events"]
+        assert [(event["kind"], event["job_id"]) for event in events] == [("created", first.json()["job_id"])]
+
+        flaky = site.submit(n=5, callback_url=f"{site.hook}/flaky/2?token=CANARY2")
+        wait_until(lambda: len(site.get(f"/jobs/{flaky}/deliveries").json()["deliveries"]) == 3, 30)
+        codes = [row["response_code"] for row in site.get(f"/jobs/{flaky}/deliveries").json()["deliveries"]]
+        assert codes == [503, 503, 204]
+
+        look_at_flower(site, job_id)
+        family = stack.family()
+        assert stack.stop() == 0
+        assert not psutil.wait_procs(family, timeout=1)[1]
+        assert "Traceback" not in stack.output() and "CANARY" not in stack.output()
+
+        site.start()
+        site.wait_ready()
+        assert site.get(f"/jobs/{job_id}").json()["result"] == {"n": 10**6, "count": 78498}
+        assert site.poll(site.submit(n=10))["result"]["count"] == 4
+        assert sum(f"job_id={job_id}" in line for line in site.hooks()) == 1
+
+
+def look_at_flower(site: Site, job_id: str) -> None:
+    """Flower knows the tasks by name, and no more of their arguments than ids."""
+    def tasks() -> dict[str, Any]:
+        url = f"http://127.0.0.1:{site.flower_port}/api/tasks?limit=1000"
+        assert requests.get(url, timeout=10).status_code == 401
+        return requests.get(url, auth=("u", "p"), timeout=10).json()
+
+    wait_until(lambda: {"tasks.run_job", "tasks.deliver_webhook", "tasks.relay_outbox"} <= {
+        task["name"] for task in tasks().values()}, 20, "Flower knows the tasks")
+    shown = json.dumps(tasks())
+    assert job_id in shown and "CANARY" not in shown and site.hook not in shown
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def site(request: pytest.FixtureRequest, tmp_path: Path, valkey: Valkey) -> Iterator[Site]:
+    """A site on an outside Redis, with each database."""
+    with redis.Redis.from_url(valkey.url) as client:
+        client.flushall()
+    settings: dict[str, Any] = {
+        "REDIS_URL": valkey.url, "JOB_MODULES": "tests.slow_kinds", "LEASE_SECONDS": 2, "RESCUE_INTERVAL_SECONDS": 1}
+    if request.param == "postgresql":
+        server: Postgres = request.getfixturevalue("postgres")
+        settings["DATABASE_URL"] = server.url(server.new_database())
+    with Site(tmp_path, **settings) as made:
+        yield made
+
+
+def test_nothing_is_lost_while_parts_come_and_go(site: Site, valkey: Valkey) -> None:
+    """The API is killed between submission and processing; the worker comes last; one submission is one message."""
+    rest = site.start("courier", "beat", "hooksink")
+    web = site.start_alone("web")
+    site.wait_answering()
+    note = site.post("/notes", {"text": "kept"}).json()
+    job_id = site.submit(n=100, callback_url=f"{site.hook}/")
+    web.kill()
+    with redis.Redis.from_url(valkey.url) as client:
+        wait_until(lambda: client.llen("q:jobs2") == 2, what="two submissions are two messages")
+        web = site.start_alone("web")
+        site.wait_answering()
+        assert site.get(f"/jobs/{job_id}").json()["status"] == "queued"
+        assert site.get("/health/ready").json()["parts"]["workers"]["ok"] is False
+        assert client.llen("q:jobs2") == 2
+    worker = site.start_alone("worker")
+    assert site.poll(job_id)["result"] == {"n": 100, "count": 25}
+    site.poll(note["job_id"])
+    assert len(site.get(f"/notes/{note['id']}/events").json()["events"]) == 1
+    wait_until(lambda: len(site.hooks()) == 1, what="one hook")
+    site.wait_ready()
+    for process in (worker, web, rest):
+        assert process.stop() == 0
+
+
+def test_a_worker_that_dies_in_mid_job_is_followed_by_another(site: Site) -> None:
+    site.start("web", "courier", "beat")
+    worker = site.start_alone("worker")
+    site.wait_ready()
+    job_id = site.submit(kind="nap", seconds=3)
+    wait_until(lambda: site.get(f"/jobs/{job_id}").json()["status"] == "running")
+    worker.kill()
+    site.start_alone("worker")
+    assert site.poll(job_id)["result"] == {"attempt": 2}
+
+
+def test_limits_and_crashes_end_as_they_should(site: Site) -> None:
+    """Beyond its time limit, killing its own process, longer than its lease: each ends, and others run on."""
+    site.start("web", "courier", "beat", "worker")
+    site.wait_ready()
+    late = site.submit(kind="overtime", seconds=30)
+    poison = site.submit(kind="suicide")
+    long = site.submit(kind="nap", seconds=5)
+    assert site.poll(long)["result"] == {"attempt": 1}
+    assert site.poll(late)["error"]["code"] == "timeout"
+    assert site.poll(poison)["error"]["code"] == "crashed"
+    assert site.poll(site.submit(n=10))["status"] == "succeeded"
+
+
+def test_one_key_at_many_web_processes_makes_one_job(site: Site, valkey: Valkey) -> None:
+    site.env["WEB_WORKERS"] = "4"
+    site.start("web")
+    site.wait_answering()
+    answers: list[tuple[int, str]] = []
+    barrier = threading.Barrier(20)
+
+    def submit() -> None:
+        with requests.Session() as session:
+            session.trust_env = False
+            barrier.wait()
+            for _ in range(10):
+                answer = session.post(
+                    f"{site.api}/jobs", json={"n": 5}, headers={"Idempotency-Key": "k"}, timeout=30)
+                answers.append((answer.status_code, answer.text))
+
+    threads = [threading.Thread(target=submit) for _ in range(20)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert Counter(code for code, _ in answers) == {202: 200}
+    assert len({text for _, text in answers}) == 1
+
+
+def raw(site: Site, request: bytes) -> bytes:
+    """What the server answers to these very bytes."""
+    with socket.create_connection(("127.0.0.1", site.port), timeout=20) as connection:
+        connection.sendall(request)
+        answer = b""
+        while b"\r\n\r\n" not in answer and (part := connection.recv(65536)):
+            answer += part
+        return answer
+
+
+def test_the_server_in_front_keeps_the_promises_about_bodies(site: Site) -> None:
+    site.start("web")
+    site.wait_answering()
+    head = b"POST /jobs HTTP/1.1\r\nHost: evil.example\r\nContent-Type: application/json\r\n"
+    chunked = head + b"Transfer-Encoding: chunked\r\n\r\n8\r\n" + b'{"n": 5}' + b"\r\n0\r\n\r\n"
+    answer = raw(site, chunked)
+    assert b" 202 " in answer.split(b"\r\n")[0] and b"evil" not in answer
+
+    def parts() -> Iterator[bytes]:
+        for _ in range(40):
+            yield b" " * 65536
+
+    for body in (parts(), b" " * (1024 * 1024 + 1)):
+        try:
+            large = site.session.post(
+                f"{site.api}/jobs", data=body, headers={"Content-Type": "application/json"}, timeout=30)
+        except requests.ConnectionError:
+            continue  # refused while it was still being sent
+        assert large.status_code == 413 and large.headers["Content-Type"] == "application/problem+json"
+    assert site.get("/jobs/%00").status_code == 404
+    assert site.get("/nowhere").headers["Content-Type"] == "application/problem+json"
+
+
+def test_a_port_that_is_taken_is_one_line(tmp_path: Path) -> None:
+    with Site(tmp_path) as site, socket.socket() as taken:
+        taken.bind(("127.0.0.1", site.port))
+        taken.listen()
+        stack = site.start()
+        assert stack.popen.wait(30) == 2
+        assert stack.output() == f"uketsuke: web: port {site.port} is taken: choose another with PORT\n"
+
+
+@pytest.mark.parametrize("sig", [signal.SIGINT, signal.SIGTERM])
+def test_a_stop_lets_the_running_job_finish(tmp_path: Path, sig: signal.Signals) -> None:
+    with Site(tmp_path, JOB_MODULES="tests.slow_kinds") as site:
+        stack = site.start("redis", "web", "worker", "courier", "beat")
+        site.wait_ready()
+        job_id = site.submit(kind="nap", seconds=2)
+        waiting = [site.submit(kind="nap", seconds=0.1) for _ in range(5)]
+        wait_until(lambda: site.get(f"/jobs/{job_id}").json()["status"] == "running")
+        assert stack.stop(sig=sig) == 0
+        site.start("redis", "web", "worker", "courier", "beat")
+        site.wait_answering()
+        assert site.get(f"/jobs/{job_id}").json()["result"] == {"attempt": 1}
+        for other in waiting:
+            assert site.poll(other)["status"] == "succeeded"
+
+
+def test_nothing_but_loopback_is_listened_on(tmp_path: Path) -> None:
+    with Site(tmp_path) as site:
+        stack = site.start()
+        site.wait_ready()
+        listening = {connection.laddr.ip for process in stack.family()
+                     for connection in process.net_connections("inet") if connection.status == psutil.CONN_LISTEN}
+        assert listening == {"127.0.0.1"}
+        assert os.path.exists(tmp_path / "jobs.sqlite3")

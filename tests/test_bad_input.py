@@ -1,0 +1,144 @@
+"""Every bad input gets a problem, never HTML, never a 500, and leaves nothing behind: alike on both databases."""
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+from flask.testing import FlaskClient
+
+from app.api import problems
+from tests.conftest import World, one_database
+
+DEEP = 100_000
+
+
+def problem(answer: Any, status: int, name: str) -> dict:
+    assert answer.status_code == status, answer.text
+    assert answer.content_type == "application/problem+json"
+    body = answer.json
+    assert body["type"] == f"/problems/{name}" and body["status"] == status
+    assert body["title"] and body["detail"] and body["instance"]
+    assert "Traceback" not in answer.text and "<" not in answer.text.replace("<=", "")
+    return body
+
+
+MALFORMED = [
+    b"", b"x", b"{", b'{"n": 5', b'{"n": 5}}', b'{"n": NaN}', b'{"n": Infinity}', b'{"n": -Infinity}', b'{"n": 1e999}',
+    b'{"n": -1e999}', b'{"n": 5, "n": 5}', b'{"a": {"b": 1, "b": 2}}', b'{"n": "\xff"}', b'\xff\xfe{\x00}\x00',
+    '{"n": 5}'.encode("utf-16"), '{"n": 5}'.encode("utf-8-sig"), b'{"text": "\\ud800"}', b'{"\\udc00": 1}',
+    b'{"text": "a\\u0000b"}', b'{"a\\u0000b": 1}', b'{"text": "\x00"}', b'{"n": ' + b"9" * 5000 + b"}",
+    b"[" * 33 + b"]" * 33, b"[" * DEEP + b"]" * DEEP, b'{"a":' * 33 + b"1" + b"}" * 33, b'{"a":' * DEEP,
+    b'"' + b'\\"' * 300_000, b"\"" * 500_001,
+    b'{"n": 05}', b'{"n": +5}', b"{'n': 5}", b'{"n": 5,}', b"\xc3\x28", b"nul",
+]
+
+
+@pytest.mark.parametrize("path", ["/jobs", "/notes"])
+@pytest.mark.parametrize("body", MALFORMED, ids=lambda body: repr(body[:20]))
+def test_what_is_not_strict_json(api: FlaskClient, world: World, path: str, body: bytes) -> None:
+    problem(api.post(path, data=body, content_type="application/json"), 400, "malformed-json")
+    assert world.count("jobs") == 0 and world.count("notes") == 0
+
+
+INVALID_JOBS = [
+    ("null", "#"), ("[]", "#"), ("[1]", "#"), ('"s"', "#"), ("1", "#"), ("true", "#"), ("{}", "#/n"),
+    ('{"n": -1}', "#/n"), ('{"n": 1000000001}', "#/n"), ('{"n": 99999999999999999999}', "#/n"), ('{"n": true}', "#/n"),
+    ('{"n": "5"}', "#/n"), ('{"n": 1.5}', "#/n"), ('{"n": null}', "#/n"), ('{"n": []}', "#/n"),
+    ('{"n": 5, "m": 6}', "#/m"), ('{"n": 5, "a/b~c": 6}', "#/a~1b~0c"), ('{"n": 5, "kind": "nope"}', "#/kind"),
+    ('{"n": 5, "kind": null}', "#/kind"), ('{"n": 5, "kind": ["primes"]}', "#/kind"),
+    ('{"n": 5, "callback_url": 5}', "#/callback_url"), ('{"n": 5, "callback_url": ""}', "#/callback_url"),
+    ('{"n": 5, "callback_url": "file:///etc/passwd"}', "#/callback_url"),
+    ('{"n": 5, "callback_url": "http://127.0.0.1:9/"}', "#/callback_url"),
+    ("[" * 32 + "]" * 32, "#"),
+]
+
+
+@pytest.mark.parametrize("body,pointer", INVALID_JOBS)
+def test_a_job_that_is_not_one(api: FlaskClient, world: World, body: str, pointer: str) -> None:
+    answer = api.post("/jobs", data=body, content_type="application/json")
+    found = problem(answer, 422, "invalid-input")
+    assert pointer in [flaw["pointer"] for flaw in found["errors"]]
+    assert all(flaw["detail"] for flaw in found["errors"])
+    assert world.count("jobs") == 0 and world.count("outbox") == 0
+
+
+@pytest.mark.parametrize("body,pointer", [
+    ("{}", "#/text"), ('{"text": ""}', "#/text"), ('{"text": 5}', "#/text"), ('{"text": null}', "#/text"),
+    ('{"text": "' + "x" * 10_001 + '"}', "#/text"), ('{"text": "x", "id": 1}', "#/id"),
+    ('{"text": "x", "kind": "primes"}', "#/kind"), ('{"text": "x", "callback_url": "ftp://h/"}', "#/callback_url"),
+])
+def test_a_note_that_is_not_one(api: FlaskClient, world: World, body: str, pointer: str) -> None:
+    answer = api.post("/notes", data=body, content_type="application/json")
+    found = problem(answer, 422, "invalid-input")
+    assert [flaw["pointer"] for flaw in found["errors"]] == [pointer]
+    assert world.count("notes") == 0
+
+
+def test_the_longest_note_of_wide_characters_is_kept(api: FlaskClient) -> None:
+    assert api.post("/notes", json={"text": "𝒳" * 10_000}).status_code == 202
+
+
+@one_database
+@pytest.mark.parametrize("content_type", [
+    None, "", "text/plain", "application/problem+json", "application/x-www-form-urlencoded", "multipart/form-data"])
+def test_what_is_not_declared_as_json(api: FlaskClient, content_type: str | None) -> None:
+    problem(api.post("/jobs", data=b'{"n": 5}', content_type=content_type), 415, "not-json")
+
+
+@one_database
+@pytest.mark.parametrize("content_type", ["application/json; charset=utf-8", "APPLICATION/JSON"])
+def test_json_may_be_declared_in_any_spelling(api: FlaskClient, content_type: str) -> None:
+    assert api.post("/jobs", data=b'{"n": 5}', content_type=content_type).status_code == 202
+
+
+@one_database
+def test_a_body_of_a_mebibyte_and_one_byte(api: FlaskClient, world: World) -> None:
+    body = b'{"n": 5}' + b" " * (1024 * 1024 - 8)
+    assert api.post("/jobs", data=body, content_type="application/json").status_code == 202
+    problem(api.post("/jobs", data=body + b" ", content_type="application/json"), 413, "too-large")
+    chunked = {"input_stream": io.BytesIO(body + b" "), "headers": {"Transfer-Encoding": "chunked"},
+               "content_type": "application/json", "environ_overrides": {"wsgi.input_terminated": True}}
+    problem(api.post("/jobs", **chunked), 413, "too-large")
+    assert world.count("jobs") == 1
+
+
+@one_database
+def test_a_wrong_method_is_told_which_ones_there_are(api: FlaskClient) -> None:
+    answer = api.delete("/jobs")
+    problem(answer, 405, "method-not-allowed")
+    assert "POST" in answer.headers["Allow"]
+    assert api.put("/notes/1").headers["Allow"]
+
+
+@one_database
+@pytest.mark.parametrize("path", ["/", "/nowhere", "/jobs/x/y/z", "/%00", "/problems/nope", "/é", "/%ff"])
+def test_an_unknown_address(api: FlaskClient, path: str) -> None:
+    problem(api.get(path), 404, "not-found")
+
+
+@one_database
+def test_an_address_with_a_slash_more_is_the_same(api: FlaskClient) -> None:
+    assert api.post("/jobs/", json={"n": 5}).status_code == 202
+
+
+@one_database
+def test_a_database_that_is_away(api: FlaskClient, world: World) -> None:
+    from app import db
+
+    db.dispose()
+    world.set(DATABASE_URL="postgresql+psycopg://nobody@127.0.0.1:1/nothing")
+    for answer in (api.post("/jobs", json={"n": 5}), api.get("/jobs/01a2291c-4328-73fb-86ef-c5a9895026da")):
+        found = problem(answer, 503, "unavailable")
+        assert answer.headers["Retry-After"].isdigit()
+        assert "127.0.0.1" not in str(found)
+    assert api.get("/health/ready").status_code == 503
+    assert api.get("/health").status_code == 200
+
+
+@one_database
+@pytest.mark.parametrize("name", problems.TABLE)
+def test_each_problem_has_a_page(api: FlaskClient, name: str) -> None:
+    page = api.get(f"/problems/{name}")
+    assert page.status_code == 200 and page.content_type.startswith("text/html")
+    assert problems.TABLE[name].title in page.text

@@ -1,0 +1,483 @@
+"""Callbacks: signed, retried by columns in SQL, every try a row, never at the job's expense."""
+from __future__ import annotations
+
+import base64
+import hashlib
+import hmac
+import json
+import socket
+import threading
+import time
+from datetime import datetime, timedelta, timezone
+from typing import Any
+
+import pytest
+from flask.testing import FlaskClient
+from standardwebhooks import Webhook
+
+from app import clock, config, db, deliveries, endpoints, states
+from app.errors import EndpointRefused
+from hooksink import signature as receiving
+from tasks import backoff, deliver_webhook, egress, rescue_stalled, run_job, signature
+from tasks.egress import Answer, Unanswered
+from tests import receiver as receivers
+from tests.conftest import World, one_database
+from tests.receiver import Receiver
+from tests.running import a_kind, later, relay, submit
+
+
+class Crash(BaseException):
+    """The process dies here."""
+
+
+def finish(api: FlaskClient, url: str, **members: Any) -> str:
+    """Runs a job with this callback; returns the delivery's id."""
+    job_id = submit(api, **(members or {"n": 5}), callback_url=url)
+    run_job.run_once(job_id)
+    with db.reading() as view:
+        delivery = deliveries.latest_of_job(view, job_id)
+    assert delivery is not None
+    return delivery.id
+
+
+def test_a_finished_job_is_told_to_its_receiver(api: FlaskClient, world: World, receiver: Receiver) -> None:
+    delivery_id = finish(api, receiver.url + "/hook?x=1")
+    assert relay()[-1] == ("deliver_webhook", delivery_id)
+    deliver_webhook.run_once(delivery_id)
+    (hook,) = receiver.hooks
+    told = json.loads(hook.body)
+    job = api.get(f"/jobs/{told['job_id']}").json
+    assert hook.path == "/hook?x=1" and hook.headers["content-type"] == "application/json"
+    assert job.pop("callback") == {"status": "delivered", "attempts": 1, "last_response": 204}
+    assert (told.pop("type"), told.pop("timestamp")) == ("job.succeeded", job["finished_at"])
+    assert told == job
+
+
+def test_the_signature_holds_for_an_independent_verifier(api: FlaskClient, world: World, receiver: Receiver) -> None:
+    world.set(CALLBACK_SECRETS=",".join(
+        "whsec_" + base64.b64encode(bytes([number]) * 32).decode() for number in (1, 2)))
+    with a_kind(lambda input, job: {"é": "😀\u2028", "float": 1.0, "empty": {}}) as kind:
+        deliver_webhook.run_once(finish(api, receiver.url, kind=kind))
+    (hook,) = receiver.hooks
+    for secret in config.settings().callback_secrets:
+        Webhook(secret).verify(hook.body, hook.headers)
+        assert receiving.verify(hook.headers, hook.body, [secret], time.time()) is None
+    other = "whsec_" + base64.b64encode(b"3" * 32).decode()
+    assert receiving.verify(hook.headers, hook.body, [other], time.time()) == "no signature matches"
+    assert receiving.verify(hook.headers, hook.body + b" ", config.settings().callback_secrets, time.time())
+    assert receiving.verify(hook.headers, hook.body, config.settings().callback_secrets, time.time() + 301)
+
+
+def test_the_published_vector_of_standard_webhooks() -> None:
+    """https://github.com/standard-webhooks/standard-webhooks, the reference of its libraries."""
+    headers = signature.headers(
+        "msg_p5jXN8AQM9LWM0D4loKWxJek", datetime.fromtimestamp(1614265330, timezone.utc), '{"test": 2432232314}',
+        ["whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw"])
+    assert headers["webhook-signature"] == "v1,g0hM9SsE+OTPJTGt/tmIKtSyZlE3uFJELVlNIOLJ1OE="
+    assert receiving.verify(headers, b'{"test": 2432232314}', ["whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw"],
+                            1614265330) is None
+
+
+def test_the_bytes_that_were_signed_are_the_ones_sent(api: FlaskClient, world: World, receiver: Receiver) -> None:
+    deliver_webhook.run_once(finish(api, receiver.url))
+    (hook,) = receiver.hooks
+    key = base64.b64decode(config.callback_secrets()[0].removeprefix("whsec_"))
+    signed = f"{hook.headers['webhook-id']}.{hook.headers['webhook-timestamp']}.".encode() + hook.body
+    expected = base64.b64encode(hmac.new(key, signed, hashlib.sha256).digest()).decode()
+    assert hook.headers["webhook-signature"] == f"v1,{expected}"
+
+
+def test_a_failed_job_is_told_too(api: FlaskClient, world: World, receiver: Receiver) -> None:
+    with a_kind(lambda input, job: float("nan")) as kind:
+        deliver_webhook.run_once(finish(api, receiver.url, kind=kind))
+    told = json.loads(receiver.hooks[0].body)
+    assert (told["type"], told["status"], told["error"]["code"]) == ("job.failed", "failed", "bad_result")
+
+
+def test_a_failing_callback_waits_in_sql_and_never_changes_the_job(
+    api: FlaskClient, world: World, receiver: Receiver,
+) -> None:
+    receiver.respond = receivers.status(503)
+    delivery_id = finish(api, receiver.url)
+    before = api.get(f"/jobs/{job_of(world)}").json
+    ids, bodies = set(), set()
+    for attempt, wait in ((1, 5), (2, 300), (3, None)):
+        moment = later(1000 * attempt)
+        after = deliver_webhook.run_once(delivery_id, now=lambda: moment)
+        assert after.attempts == attempt and after.last_response == 503
+        if wait is None:
+            assert after.state == "exhausted" and world.count("outbox") == 0
+        else:
+            assert after.state == "pending"
+            assert 0.8 * wait <= (after.next_attempt_at - moment).total_seconds() <= 1.2 * wait
+            assert deliver_webhook.run_once(delivery_id, now=lambda: moment) is None  # not due yet
+            assert relay(after.next_attempt_at - timedelta(seconds=1)) == []
+            assert relay(after.next_attempt_at) == [("deliver_webhook", delivery_id)]
+    for hook in receiver.hooks:
+        ids.add(hook.headers["webhook-id"])
+        bodies.add(hook.body)
+    assert ids == {delivery_id} and len(bodies) == 1
+    job = api.get(f"/jobs/{job_of(world)}").json
+    assert job.pop("callback") == {"status": "exhausted", "attempts": 3, "last_response": 503}
+    before.pop("callback")
+    assert job == before
+    rows = api.get(f"/jobs/{job_of(world)}/deliveries").json["deliveries"]
+    assert [(row["attempt"], row["response_code"]) for row in rows] == [(1, 503), (2, 503), (3, 503)]
+
+
+def job_of(world: World) -> str:
+    return world.sql("SELECT id FROM jobs")[0][0]
+
+
+@pytest.mark.parametrize("code,state", [
+    *((code, "delivered") for code in (200, 201, 202, 204, 299)),
+    *((code, "exhausted") for code in (400, 401, 403, 404, 405, 413, 415, 422)), (410, "gone"),
+    *((code, "pending") for code in (301, 302, 303, 307, 308, 402, 408, 409, 425, 429, 500, 501, 502, 503, 504)),
+])
+@one_database
+def test_what_each_answer_leads_to(
+    api: FlaskClient, world: World, receiver: Receiver, code: int, state: str,
+) -> None:
+    receiver.respond = receivers.status(code, Location=receiver.url + "/elsewhere")
+    after = deliver_webhook.run_once(finish(api, receiver.url + "/hook"))
+    assert after.state == state
+    assert [hook.path for hook in receiver.hooks] == ["/hook"]  # never followed
+
+
+def test_a_try_that_died_is_a_row_and_another_one_follows(
+    api: FlaskClient, world: World, receiver: Receiver,
+) -> None:
+    delivery_id = finish(api, receiver.url)
+
+    def die(*_: Any) -> Answer:
+        raise Crash
+
+    with pytest.raises(Crash):
+        deliver_webhook.run_once(delivery_id, post=die)
+    assert deliver_webhook.run_once(delivery_id) is None  # it may still be under way
+    assert rescue_stalled.run_once(later(20), {}) == 0
+    assert rescue_stalled.run_once(later(31), {}) == 1
+    assert world.sql("SELECT state, attempts FROM deliveries") == [("pending", 1)]
+    assert deliver_webhook.run_once(delivery_id, now=lambda: later(60)).state == "delivered"
+    rows = api.get(f"/jobs/{job_of(world)}/deliveries").json["deliveries"]
+    assert [(row["attempt"], row["response_code"]) for row in rows] == [(1, None), (2, 204)]
+    assert rows[0]["error"].startswith("interrupted")
+
+
+def test_a_sender_that_was_frozen_records_nothing(api: FlaskClient, world: World, receiver: Receiver) -> None:
+    delivery_id = finish(api, receiver.url)
+
+    def freeze(*_: Any) -> Answer:
+        rescue_stalled.run_once(later(31), {})
+        assert deliver_webhook.run_once(delivery_id, now=lambda: later(60)).state == "delivered"
+        return Answer(500, None, b"")
+
+    assert deliver_webhook.run_once(delivery_id, post=freeze) is None
+    assert world.sql("SELECT state, attempts, last_response FROM deliveries") == [("delivered", 2, 204)]
+
+
+def test_of_concurrent_senders_one_makes_the_attempt(api: FlaskClient, world: World, receiver: Receiver) -> None:
+    delivery_id, barrier = finish(api, receiver.url), threading.Barrier(6)
+
+    def work() -> None:
+        barrier.wait()
+        deliver_webhook.run_once(delivery_id)
+
+    threads = [threading.Thread(target=work) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(receiver.hooks) == 1
+
+
+@one_database
+def test_a_busy_host_steps_back_without_using_an_attempt(
+    api: FlaskClient, world: World, receiver: Receiver,
+) -> None:
+    world.set(CALLBACK_PER_HOST=1)
+    first, second = finish(api, receiver.url), finish(api, receiver.url)
+
+    def post(*_: Any) -> Answer:
+        assert deliver_webhook.run_once(second) is None
+        return Answer(204, None, b"")
+
+    assert deliver_webhook.run_once(first, post=post).state == "delivered"
+    assert world.sql("SELECT state, attempts FROM deliveries WHERE id = :id", id=second) == [("pending", 0)]
+    assert ("deliver_webhook", second) in relay(later(2))
+    assert deliver_webhook.run_once(second).state == "delivered"
+
+
+@one_database
+def test_callbacks_leave_threads_to_the_relay(api: FlaskClient, world: World, receiver: Receiver) -> None:
+    world.set(COURIER_CONCURRENCY=4)
+    deliver_webhook._semaphore = None
+    delivery_id = finish(api, receiver.url)
+    try:
+        deliver_webhook._threads().acquire()
+        deliver_webhook.deliver_webhook(delivery_id)
+        assert receiver.hooks == [] and world.sql("SELECT state, attempts FROM deliveries") == [("pending", 0)]
+        deliver_webhook._threads().release()
+        deliver_webhook.deliver_webhook(delivery_id)
+        assert len(receiver.hooks) == 1
+    finally:
+        deliver_webhook._semaphore = None
+
+
+# --- when the next try is due ---
+
+NOW = datetime(2026, 11, 29, tzinfo=timezone.utc)
+
+
+def test_the_default_schedule_is_the_contracts() -> None:
+    assert config.Settings(_env_file=None).callback_schedule_seconds == (
+        0, 5, 300, 1800, 7200, 18000, 36000, 50400, 72000, 86400)
+
+
+@pytest.mark.parametrize("attempt,chance,retry_after,expected", [
+    (1, 0.5, None, 5), (1, 0.0, None, 4), (1, 1.0, None, 6), (2, 0.5, None, 300), (1, 0.5, 60.0, 60),
+    (2, 0.5, 60.0, 300), (3, 0.5, None, None), (3, 0.5, 60.0, None),
+])
+def test_when_the_next_try_is_due(attempt: int, chance: float, retry_after: float | None, expected: Any) -> None:
+    due = backoff.next_delivery_at((0, 5, 300), attempt, chance, retry_after, NOW)
+    assert due == (None if expected is None else NOW + timedelta(seconds=expected))
+
+
+@pytest.mark.parametrize("header,expected", [
+    ("15", 15), ("0", 0), ("", None), (None, None), ("-5", None), ("soon", None), ("1.5", None),
+    ("Mon, 29 Nov 2027 00:00:00 GMT", True), ("Sun, 29 Nov 2020 00:00:00 GMT", 0), ("9" * 400, True),
+])
+def test_retry_after_is_seconds_or_a_date(header: str | None, expected: Any) -> None:
+    found = backoff.retry_after_seconds(header)
+    assert found == (86_400 if expected is True else expected)
+
+
+@one_database
+@pytest.mark.parametrize("code,honoured", [(429, True), (503, True), (500, False)])
+def test_the_receivers_retry_after_is_honoured(
+    api: FlaskClient, world: World, receiver: Receiver, code: int, honoured: bool,
+) -> None:
+    receiver.respond = receivers.status(code, Retry_After="900")
+    after = deliver_webhook.run_once(finish(api, receiver.url))
+    wait = (after.next_attempt_at - clock.now()).total_seconds()
+    assert (wait > 800) is honoured
+
+
+# --- the socket ---
+
+
+@one_database
+def test_a_refused_address_is_never_connected_to(
+    api: FlaskClient, world: World, receiver: Receiver,
+) -> None:
+    """Allowed at submission, no longer at delivery."""
+    delivery_id = finish(api, receiver.url)
+    world.set(CALLBACK_ALLOW="")
+    after = deliver_webhook.run_once(delivery_id)
+    assert after.state == "refused" and receiver.hooks == []
+    rows = api.get(f"/jobs/{job_of(world)}/deliveries").json["deliveries"]
+    assert rows[0]["error"].startswith("refused: ") and rows[0]["response_code"] is None
+
+
+@one_database
+def test_a_receiver_that_is_not_there_is_tried_again(api: FlaskClient, world: World) -> None:
+    world.set(CALLBACK_ALLOW="127.0.0.1:1")
+    after = deliver_webhook.run_once(finish(api, "http://127.0.0.1:1/"))
+    assert after.state == "pending"
+    assert world.sql("SELECT error FROM delivery_attempts")[0][0] == "ConnectionRefusedError: Connection refused"
+
+
+def drip_headers(handler: Any, _: int) -> None:
+    handler.wfile.write(b"HTTP/1.1 200 OK\r\n")
+    drip(handler, b"X-Drip: 1\r\n")
+
+
+def drip_body(handler: Any, _: int) -> None:
+    handler.wfile.write(b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n")
+    drip(handler, b".")
+
+
+def drip(handler: Any, part: bytes) -> None:
+    stop = threading.Event()
+    for _ in range(300):
+        handler.wfile.write(part)
+        handler.wfile.flush()
+        stop.wait(0.1)
+
+
+def silence(handler: Any, _: int) -> None:
+    threading.Event().wait(20)
+
+
+def flood(handler: Any, _: int) -> None:
+    handler.wfile.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
+    for _ in range(4096):
+        handler.wfile.write(b"10000\r\n" + b"x" * 65536 + b"\r\n")
+
+
+@one_database
+@pytest.mark.parametrize("respond", [drip_headers, drip_body, silence])
+def test_the_whole_attempt_is_bounded(
+    api: FlaskClient, world: World, receiver: Receiver, respond: Any,
+) -> None:
+    receiver.respond = respond
+    began = time.monotonic()
+    with pytest.raises(Unanswered, match="no whole answer within 1 s"):
+        egress.post(receiver.url, b"{}", {}, 1.0)
+    assert time.monotonic() - began < 10
+
+
+@one_database
+def test_a_late_whole_answer_is_not_success(api: FlaskClient, world: World, receiver: Receiver) -> None:
+    """A 200 whose body broke off at the deadline: it is not known what the receiver made of it."""
+    receiver.respond = drip_body
+    world.set(CALLBACK_ALLOW=f"127.0.0.1:{receiver.port}", CALLBACK_TIMEOUT_SECONDS="0.5")
+    after = deliver_webhook.run_once(finish(api, receiver.url))
+    assert (after.state, after.last_response) == ("pending", 200)
+
+
+@one_database
+def test_no_more_than_64_kib_of_an_answer_are_read(api: FlaskClient, world: World, receiver: Receiver) -> None:
+    receiver.respond = flood
+    answer = egress.post(receiver.url, b"{}", {}, 10.0)
+    assert answer.code == 200 and len(answer.excerpt) == egress.MAX_ANSWER_BYTES
+
+
+@one_database
+def test_a_kept_connection_is_watched_too(api: FlaskClient, world: World, receiver: Receiver) -> None:
+    assert egress.post(receiver.url, b"{}", {}, 5.0).code == 204
+    receiver.respond = silence
+    with pytest.raises(Unanswered, match="no whole answer within 1 s"):
+        egress.post(receiver.url, b"{}", {}, 1.0)
+
+
+@one_database
+def test_nothing_of_the_environment_leaks_into_a_callback(
+    api: FlaskClient, world: World, receiver: Receiver, monkeypatch: Any,
+) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1/")
+    receiver.respond = receivers.status(204, Set_Cookie="a=b")
+    for _ in range(2):
+        egress.post(receiver.url, b"{}", {}, 5.0)
+    assert all("cookie" not in hook.headers and "authorization" not in hook.headers for hook in receiver.hooks)
+    assert len(receiver.hooks) == 2
+
+
+REFUSED = [
+    "http://127.0.0.1/", "http://127.1/", "http://2130706433/", "http://0177.0.0.1/", "http://0x7f000001/",
+    "http://①②⑦.0.0.1/", "http://0.0.0.0/", "http://[::]/", "http://[::1]/", "http://[::ffff:127.0.0.1]/",
+    "http://[64:ff9b::7f00:1]/", "http://[2002:7f00:1::]/", "http://[::127.0.0.1]/", "http://10.0.0.5/",
+    "http://172.16.0.1/", "http://192.168.1.1/", "http://100.64.0.1/", "http://169.254.169.254/", "http://[fe80::1]/",
+    "http://[fd00::1]/", "http://224.0.0.1/", "http://255.255.255.255/", "http://198.18.0.1/", "http://192.0.2.1/",
+    "http://240.0.0.1/", "http://168.63.129.16/", "http://localhost/", "http://localhost:8140/", "http://127.0.0.1./",
+    "http://user:pw@93.184.216.34/", "http://user@93.184.216.34/", "ftp://93.184.216.34/", "file:///etc/passwd",
+    "gopher://93.184.216.34/", "http://", "http:///x", "x", "//93.184.216.34/", "http://93.184.216.34:0/",
+    "http://93.184.216.34:65536/",
+    "http://93.184.216.34/\r\nX: y", "http://93.184.216.34/ x", "http://[fe80::1%25eth0]/",
+    "http://93.184.216.34/#fragment", "http://93.184.216.34/" + "x" * 2048, "http://127.0.0.1:9001/", "http://[::1",
+]
+
+
+@one_database
+@pytest.mark.parametrize("url", REFUSED, ids=lambda url: url[:40])
+def test_addresses_that_are_refused_at_submission(api: FlaskClient, world: World, url: str) -> None:
+    world.set(CALLBACK_ALLOW="127.0.0.1:9000")
+    answer = api.post("/jobs", json={"n": 5, "callback_url": url})
+    assert answer.status_code == 422
+    assert [flaw["pointer"] for flaw in answer.json["errors"]] == ["#/callback_url"]
+    assert world.count("jobs") == 0
+    with pytest.raises(EndpointRefused):
+        egress.post(url, b"{}", {}, 1.0)
+
+
+@one_database
+@pytest.mark.parametrize("allow,url", [
+    ("", "http://93.184.216.34/"), ("", "https://93.184.216.34:8443/x?y=z"), ("", "http://[2606:2800:220:1::1]/"),
+    ("127.0.0.1:9000", "http://127.0.0.1:9000/"), ("[::1]:9000", "http://[::1]:9000/"),
+    ("10.0.0.0/8", "http://10.1.2.3:4567/"), ("localhost:9000", "http://localhost:9000/"),
+])
+def test_addresses_that_are_taken(api: FlaskClient, world: World, allow: str, url: str) -> None:
+    world.set(CALLBACK_ALLOW=allow)
+    assert api.post("/jobs", json={"n": 5, "callback_url": url}).status_code == 202
+
+
+def answer_with(monkeypatch: Any, *answers: list[str] | Exception) -> list[str]:
+    """A name server that gives one answer after the other; returns what it was asked."""
+    asked: list[str] = []
+
+    def lookup(host: str, port: int, *_: Any, **__: Any) -> list[Any]:
+        asked.append(host)
+        answer = answers[min(len(asked), len(answers)) - 1]
+        if isinstance(answer, Exception):
+            raise answer
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, port)) for address in answer]
+
+    monkeypatch.setattr(endpoints, "lookup", lookup)
+    egress._session.cache_clear()
+    return asked
+
+
+@one_database
+@pytest.mark.parametrize("answer,status", [
+    (["93.184.216.34"], 202), (["127.0.0.1"], 422), (["93.184.216.34", "10.0.0.1"], 422),
+    (socket.gaierror(socket.EAI_NONAME, "unknown"), 202), (socket.gaierror(socket.EAI_AGAIN, "no answer"), 202),
+])
+def test_a_name_is_refused_when_it_points_to_a_refused_address(
+    api: FlaskClient, world: World, monkeypatch: Any, answer: Any, status: int,
+) -> None:
+    asked = answer_with(monkeypatch, answer)
+    assert api.post("/jobs", json={"n": 5, "callback_url": "http://receiver.example/"}).status_code == status
+    assert asked == ["receiver.example"]
+
+
+@one_database
+def test_a_name_that_changes_after_the_check_is_refused_at_the_connection(
+    api: FlaskClient, world: World, monkeypatch: Any,
+) -> None:
+    with receivers.receiver() as inside:
+        answer_with(monkeypatch, ["93.184.216.34"], ["127.0.0.1"])
+        delivery_id = finish(api, f"http://receiver.example:{inside.port}/")
+        assert deliver_webhook.run_once(delivery_id).state == "refused"
+        assert inside.hooks == []
+    egress._session.cache_clear()
+
+
+@one_database
+def test_a_name_server_that_does_not_answer_holds_up_nobody(world: World, monkeypatch: Any) -> None:
+    monkeypatch.setattr(endpoints, "LOOKUP_SECONDS", 0.1)
+    released = threading.Event()
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: released.wait(20))
+    with pytest.raises(socket.gaierror):
+        endpoints.lookup("receiver.example", 80)
+    released.set()
+
+
+def test_a_job_without_a_callback_has_no_delivery(api: FlaskClient, world: World) -> None:
+    job_id = submit(api, n=5)
+    run_job.run_once(job_id)
+    assert world.count("deliveries") == 0
+    assert api.get(f"/jobs/{job_id}/deliveries").json == {"deliveries": []}
+    assert "callback" not in api.get(f"/jobs/{job_id}").json
+
+
+def test_a_callback_that_was_asked_for_is_shown_from_the_start(
+    api: FlaskClient, world: World, receiver: Receiver,
+) -> None:
+    job_id = submit(api, n=5, callback_url=receiver.url)
+    assert api.get(f"/jobs/{job_id}").json["callback"] == {"status": "pending", "attempts": 0}
+    run_job.run_once(job_id)
+    shown = api.get(f"/jobs/{job_id}").json["callback"]
+    assert shown.keys() == {"status", "attempts", "next_attempt_at"} and shown["status"] == states.PENDING
+
+
+def test_what_a_receiver_answers_is_kept_safely(api: FlaskClient, world: World, receiver: Receiver) -> None:
+    def respond(handler: Any, _: int) -> None:
+        handler.send_response(500)
+        handler.send_header("Content-Length", "5000")
+        handler.end_headers()
+        handler.wfile.write(b"\x00\xff<b>" + b"x" * 4995)
+
+    receiver.respond = respond
+    deliver_webhook.run_once(finish(api, receiver.url))
+    (row,) = api.get(f"/jobs/{job_of(world)}/deliveries").json["deliveries"]
+    assert row["excerpt"].startswith("\ufffd\ufffd<b>x") and len(row["excerpt"]) <= 1024

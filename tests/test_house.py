@@ -1,0 +1,110 @@
+"""The walls of the house: who may know whom, and whether papers and tables say the same."""
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from alembic.autogenerate import compare_metadata
+from alembic.migration import MigrationContext
+
+from app import db, kinds, schema, stack, states
+from tests.conftest import World
+
+ROOT = Path(__file__).parent.parent
+SOURCES = [path for folder in ("app", "tasks", "hooksink") for path in sorted((ROOT / folder).rglob("*.py"))]
+
+
+def imports(path: Path) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found |= {f"{node.module}.{alias.name}" for alias in node.names} | {str(node.module)}
+    return found
+
+
+def test_the_migrations_make_the_tables_of_the_schema(world: World) -> None:
+    with db.reading() as view:
+        assert compare_metadata(MigrationContext.configure(view), schema.metadata) == []
+
+
+def test_migrating_twice_changes_nothing(world: World) -> None:
+    world.sql("INSERT INTO notes (owner, text, created_at) VALUES ('x', 'x', '2026-01-01 00:00:00')")
+    stack.migrate()
+    assert world.count("notes") == 1
+
+
+def test_sqlite_is_durable_and_shared(world: World) -> None:
+    if world.dialect != "sqlite":
+        return
+    pragmas = {name: world.sql(f"PRAGMA {name}")[0][0] for name in ("journal_mode", "synchronous", "foreign_keys")}
+    assert pragmas == {"journal_mode": "wal", "synchronous": 2, "foreign_keys": 1}
+    assert tuple(map(int, db.describe().split()[1].split("."))) >= (3, 51, 3)
+
+
+def test_an_unknown_word_cannot_be_stored(world: World) -> None:
+    from sqlalchemy.exc import IntegrityError
+
+    with pytest.raises(IntegrityError):
+        world.sql("INSERT INTO outbox (task, target_id, queue, state, available_at, created_at) "
+                  "VALUES ('run_job', 'x', 'q', 'sent', '2026-01-01 00:00:00', '2026-01-01 00:00:00')")
+
+
+def test_moves_stay_within_the_vocabulary() -> None:
+    assert set(states.JOB_MOVES) == set(states.JOB_STATUSES)
+    assert all(states.JOB_MOVES[status] == frozenset() for status in states.FINAL)
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_arrows(path: Path) -> None:
+    known, room = imports(path), path.relative_to(ROOT)
+    top = {name.split(".")[0] for name in known}
+    if room.parts[0] == "app":
+        assert not top & {"tasks", "celery", "kombu", "hooksink"}
+        if room.parts[1] != "api":
+            assert "flask" not in top and not any(name.startswith("app.api") for name in known)
+    if room.parts[0] == "tasks":
+        assert "flask" not in top and not any(name.startswith("app.api") for name in known)
+    if room.parts[:2] == ("app", "outbox.py"):  # it calls nobody
+        ours = {name for name in known if name.startswith("app")}
+        assert ours == {"app", "app.states", "app.schema", "app.schema.outbox"}
+    if room.parts[0] == "hooksink":
+        assert not top & {"app", "tasks"}
+
+
+def test_there_is_one_door_to_the_broker() -> None:
+    doors = [path.name for path in SOURCES if "apply_async" in path.read_text() or "send_task" in path.read_text()]
+    assert doors == ["relay_outbox.py"]
+    for path in SOURCES:
+        assert not any(word in path.read_text() for word in ("countdown=", "eta=", ".retry(", ".delay("))
+
+
+def test_tasks_imports_nothing() -> None:
+    assert imports(ROOT / "tasks" / "__init__.py") == set()
+
+
+def test_importing_the_api_opens_no_connection() -> None:
+    program = "import app.api; from app import db; app.api.create_app(); print(db._engine)"
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert ran.stdout.strip() == "None"
+
+
+def test_the_built_in_kinds_are_registered_like_any_other(world: World) -> None:
+    assert {kind.function.__module__ for kind in kinds.registry().values()} == set(kinds.BUILT_IN)
+
+
+def test_the_lock_files_hold_what_setup_cfg_asks_for() -> None:
+    import configparser
+    import re
+
+    config = configparser.ConfigParser()
+    config.read(ROOT / "setup.cfg")
+    for wanted, lock in ((config["options"]["install_requires"], "requirements.lock"),
+                         (config["options.extras_require"]["dev"], "requirements-dev.lock")):
+        locked = {line.split("==")[0].lower() for line in (ROOT / lock).read_text().splitlines() if "==" in line}
+        names = {re.split(r"[\[ ><=]", line)[0].lower() for line in wanted.split("\n") if line}
+        assert names <= locked

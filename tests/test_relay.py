@@ -1,0 +1,294 @@
+"""The relay: the only door to the broker."""
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections import Counter
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from flask.testing import FlaskClient
+from kombu.exceptions import OperationalError as BrokerAway
+
+from app import clock, db, outbox, status
+from app.outbox import Row
+from tasks import relay_outbox, rescue_stalled, run_job
+from tests.conftest import World, one_database
+from tests.running import Broker, a_kind, later, relay, submit
+
+
+class Crash(BaseException):
+    """The process dies here."""
+
+
+def test_one_submission_is_one_message_on_its_queue(api: FlaskClient, world: World) -> None:
+    job_id = api.post("/jobs", json={"n": 5}, headers={"Idempotency-Key": "k"}).json["job_id"]
+    api.post("/jobs", json={"n": 5}, headers={"Idempotency-Key": "k"})
+    for _ in range(3):
+        relay_outbox.drain(relay_outbox.publish)
+    assert world.redis.llen("q:jobs2") == 1
+    message = json.loads(world.redis.lindex("q:jobs2", 0))
+    assert message["headers"]["task"] == "tasks.run_job"
+    assert message["headers"]["argsrepr"] == f"[{job_id!r}]"
+    assert message["content-type"] == "application/json"
+    assert world.sql("SELECT state FROM outbox") == [("published",)]
+
+
+def test_a_message_carries_ids_only(api: FlaskClient, world: World) -> None:
+    world.set(CALLBACK_ALLOW="127.0.0.1:9")
+    url = "http://127.0.0.1:9/hook?token=CANARY2"
+    for path, body in (("/notes", {"text": "CANARY1"}), ("/jobs", {"n": 987654})):
+        run_job.run_once(api.post(path, json={**body, "callback_url": url}).json["job_id"])
+        api.post(path, json={**body, "callback_url": url})
+    relay_outbox.drain(relay_outbox.publish)
+    kept = "".join(world.redis.lrange("q:jobs2", 0, -1) + world.redis.lrange("callbacks", 0, -1))
+    assert world.redis.llen("q:jobs2") == 2 and world.redis.llen("callbacks") == 2
+    for secret in ("CANARY", "987654", "127.0.0.1:9"):
+        assert secret not in kept
+
+
+def test_the_kinds_limits_travel_with_the_message(api: FlaskClient, world: World) -> None:
+    with a_kind(lambda input, job: None, time_limit=7, queue="q:slow") as kind:
+        submit(api, kind)
+        relay_outbox.drain(relay_outbox.publish)
+    assert json.loads(world.redis.lindex("q:slow", 0))["headers"]["timelimit"] == [17.0, 7.0]
+
+
+def test_relays_that_run_at_once_publish_each_row_once(api: FlaskClient, world: World) -> None:
+    for _ in range(250):
+        submit(api, n=1)
+    brokers, barrier = [Broker() for _ in range(4)], threading.Barrier(4)
+
+    def work(broker: Broker) -> None:
+        barrier.wait()
+        relay_outbox.drain(broker.publish)
+
+    threads = [threading.Thread(target=work, args=(broker,)) for broker in brokers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    published = Counter(target for broker in brokers for _, target in broker.taken())
+    assert len(published) == 250 and set(published.values()) == {1}
+    assert world.count("outbox", "state = 'published'") == 250
+
+
+def test_no_transaction_is_open_while_a_message_is_published(api: FlaskClient, world: World) -> None:
+    submit(api, n=1)
+
+    def publish(row: Row) -> None:
+        assert world.sql("SELECT state FROM outbox") == [("leased",)]  # another connection can write and read
+
+    relay_outbox.drain(publish)
+
+
+def test_a_relay_that_dies_after_publishing_publishes_again(api: FlaskClient, world: World) -> None:
+    """Not marked is not published: the second message finds the job done."""
+    job_id = submit(api, n=5)
+
+    def publish(row: Row) -> None:
+        run_job.run_once(row.target_id)
+        raise Crash
+
+    with pytest.raises(Crash):
+        relay_outbox.drain(publish)
+    assert relay() == [] and relay(later(relay_outbox.LEASE_SECONDS + 1)) == []  # claimed: nothing is left to publish
+    assert api.get(f"/jobs/{job_id}").json["status"] == "succeeded"
+
+
+def test_a_relay_that_dies_before_publishing_is_followed_by_another(api: FlaskClient, world: World) -> None:
+    job_id = submit(api, n=5)
+
+    def publish(row: Row) -> None:
+        raise Crash
+
+    with pytest.raises(Crash):
+        relay_outbox.drain(publish)
+    assert relay() == []  # the dead relay's lease still stands
+    assert relay(later(relay_outbox.LEASE_SECONDS + 1)) == [("run_job", job_id)]
+
+
+def test_a_relay_that_was_frozen_marks_nothing_that_another_has(api: FlaskClient, world: World) -> None:
+    submit(api, n=5)
+    now = clock.now()
+    with db.transaction() as tx:
+        first = outbox.claim(tx, "first", now, now + timedelta(seconds=1), 10)
+        second = outbox.claim(tx, "second", later(2), later(20), 10)
+        assert [row.id for row in first] == [row.id for row in second]
+        assert outbox.mark_published(tx, "first", [first[0].id], now) == 0
+        assert outbox.mark_published(tx, "second", [first[0].id], now) == 1
+
+
+@pytest.mark.parametrize("error", [BrokerAway("refused"), ConnectionError("reset"), OSError("unreachable")])
+def test_while_the_broker_is_away_rows_wait(api: FlaskClient, world: World, error: Exception) -> None:
+    jobs = [submit(api, n=5) for _ in range(3)]
+    tried = []
+
+    def publish(row: Row) -> None:
+        tried.append(row.target_id)
+        raise error
+
+    relay_outbox.drain(publish)
+    assert tried == jobs[:1]  # one refusal says it all
+    assert world.sql("SELECT DISTINCT state, failures FROM outbox") == [("waiting", 0)]
+    assert [target for _, target in relay(later(2))] == jobs
+
+
+def test_a_row_that_cannot_be_published_is_parked_and_the_rest_flows(api: FlaskClient, world: World) -> None:
+    bad, good = submit(api, n=5), submit(api, n=6)
+    broker = Broker()
+
+    def publish(row: Row) -> None:
+        if row.target_id == bad:
+            raise TypeError("cannot be encoded")
+        broker.publish(row)
+
+    for attempt in range(outbox.MAX_FAILURES):
+        relay_outbox.drain(publish, now=lambda: later(10 * attempt))
+    assert broker.taken() == [("run_job", good)]
+    assert world.sql("SELECT state, last_error FROM outbox WHERE target_id = :bad", bad=bad) == [
+        ("parked", "TypeError: cannot be encoded")]
+    assert "1 parked" in api.get("/health/ready").json["parts"]["unpublished"]["detail"]
+
+
+def test_rows_that_wait_are_not_published_before_their_time(api: FlaskClient, world: World) -> None:
+    job_id = submit(api, n=5)
+    world.sql("UPDATE outbox SET available_at = :then", then=str(later(60).replace(tzinfo=None))
+              if world.dialect == "sqlite" else later(60))
+    assert relay() == []
+    assert relay(later(61)) == [("run_job", job_id)]
+
+
+def test_a_row_whose_transaction_commits_late_is_not_passed_by(api: FlaskClient, world: World) -> None:
+    """Rows are chosen by state, never by an id that others have overtaken."""
+    if world.dialect == "sqlite":
+        return  # one writer at a time: no row can commit after a younger one
+    with db.engine().connect() as slow, slow.begin() as open_tx:
+        outbox.stage(slow, "run_job", "late", "q:jobs2", clock.now())
+        submit(api, n=5)
+        assert len(relay()) == 1
+        open_tx.commit()
+    assert relay() == [("run_job", "late")]
+
+
+@one_database
+def test_a_submission_wakes_a_waiting_relay(api: FlaskClient, world: World) -> None:
+    world.set(RELAY_INTERVAL_SECONDS=30)
+    woken = []
+
+    def wait() -> None:
+        woken.append((status.wait_for_wake(20), time.monotonic()))
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    submitted = time.monotonic()
+    submit(api, n=5)
+    thread.join()
+    assert woken[0][0] is True and woken[0][1] - submitted < 10
+
+
+# --- lost messages ---
+
+
+def _worker_lives(world: World, slots: int) -> None:
+    status.give_sign_of_life("worker", "w@h", ["q:jobs2"], slots)
+
+
+def rescue(memory: dict, *seconds: float) -> int:
+    return sum(rescue_stalled.run_once(later(second), memory) for second in seconds)
+
+
+def test_a_lost_message_is_published_again_when_workers_are_free(api: FlaskClient, world: World) -> None:
+    job_id = submit(api, n=5)
+    relay()
+    memory: dict = {}
+    assert rescue(memory, 60, 70) == 0  # no worker lives: it waits, it is not lost
+    _worker_lives(world, 2)
+    assert rescue(memory, 80) == 0  # seen free once
+    assert rescue(memory, 85) == 0
+    assert rescue(memory, 91) == 1  # and all the time since
+    assert relay(later(91)) == [("run_job", job_id)]
+
+
+def test_a_lost_message_is_published_again_when_consumption_has_passed_it(api: FlaskClient, world: World) -> None:
+    lost, later_one = submit(api, n=5), submit(api, n=6)
+    relay()
+    world.sql("UPDATE outbox SET published_at = :then WHERE target_id = :lost", lost=lost,
+              then=str(later(-60).replace(tzinfo=None)) if world.dialect == "sqlite" else later(-60))
+    with a_kind(lambda input, job: None):
+        run_job.run_once(later_one)
+    assert rescue({}, 0) == 1
+    assert relay() == [("run_job", lost)]
+
+
+def test_a_backlog_that_is_worked_off_is_not_lost(api: FlaskClient, world: World) -> None:
+    """However long the wait: one slot, always busy."""
+    for _ in range(20):
+        submit(api, n=5)
+    relay()
+    world.sql("UPDATE jobs SET status = 'running', attempt = 1, lease_until = :then WHERE id = "
+              "(SELECT min(id) FROM jobs)", then=str(later(10**6).replace(tzinfo=None))
+              if world.dialect == "sqlite" else later(10**6))
+    _worker_lives(world, 1)
+    assert rescue({}, 10, 100, 1000, 10_000) == 0
+
+
+def test_a_slot_that_is_free_for_a_moment_is_no_sign(api: FlaskClient, world: World) -> None:
+    """Between two jobs a slot is free; a job that started since it was last seen free says so."""
+    waiting = [submit(api, n=5) for _ in range(5)]
+    relay()
+    _worker_lives(world, 1)
+    memory: dict = {}
+    assert rescue(memory, 60) == 0
+    run_job.run_once(waiting[0], now=lambda: later(65))
+    assert rescue(memory, 75, 80) == 0
+
+
+def test_a_stalled_job_runs_again_and_a_job_that_kills_ends(api: FlaskClient, world: World) -> None:
+    def die(input: Any, job: Any) -> None:
+        raise Crash
+
+    with a_kind(die, max_attempts=2) as kind:
+        job_id = submit(api, kind)
+        for attempt in (1, 2):
+            with pytest.raises(Crash):
+                run_job.run_once(job_id)
+            assert rescue({}, 0) == 0  # the lease stands
+            assert rescue({}, 31) == 1
+            shown = api.get(f"/jobs/{job_id}").json
+            assert shown["status"] == ("queued" if attempt == 1 else "failed") and shown["attempt"] == attempt
+    assert shown["error"]["code"] == "crashed"
+
+
+def test_a_job_killed_at_its_hard_limit_is_a_timeout(api: FlaskClient, world: World) -> None:
+    def die(input: Any, job: Any) -> None:
+        raise Crash
+
+    with a_kind(die, max_attempts=1, time_limit=20) as kind:
+        job_id = submit(api, kind)
+        with pytest.raises(Crash):
+            run_job.run_once(job_id)
+    rescue({}, 31)
+    assert api.get(f"/jobs/{job_id}").json["error"]["code"] == "timeout"
+
+
+def test_rescues_that_run_at_once_rescue_once(api: FlaskClient, world: World) -> None:
+    with a_kind(lambda input, job: (_ for _ in ()).throw(Crash())) as kind:
+        for _ in range(10):
+            with pytest.raises(Crash):
+                run_job.run_once(submit(api, kind))
+    barrier, rescued = threading.Barrier(4), []
+
+    def work() -> None:
+        barrier.wait()
+        rescued.append(rescue({}, 31))
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sum(rescued) == 10
+    assert world.count("jobs", "status = 'queued' AND version = 2") == 10
