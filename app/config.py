@@ -17,6 +17,7 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 from app.errors import WrongSetting
 
 _SECRET_SETTINGS = frozenset({"API_TOKENS", "CALLBACK_SECRETS", "FLOWER_BASIC_AUTH"})
+_OWNER = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _HOST_PORT = re.compile(r"(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9.-]+):([0-9]{1,5})")
 
 
@@ -104,8 +105,8 @@ class Settings(BaseSettings):
     @classmethod
     def _tokens(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         pairs = [part.partition(":") for part in value]
-        if any(not name or not token for name, _, token in pairs):
-            raise ValueError("name:token, comma separated")
+        if any(not _OWNER.fullmatch(name) or not token for name, _, token in pairs):
+            raise ValueError("name:token, comma separated; a name is 1 to 64 of A-Z a-z 0-9 _ . -")
         if len({name for name, _, _ in pairs}) < len(pairs) or len({token for _, _, token in pairs}) < len(pairs):
             raise ValueError("each name and each token once")
         return value

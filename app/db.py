@@ -12,8 +12,11 @@ from typing import Any
 
 from sqlalchemy import Connection, Engine, create_engine, event
 from sqlalchemy.engine import make_url
+from sqlalchemy.exc import OperationalError, ProgrammingError
 
+from app import schema
 from app.config import settings
+from app.errors import WrongSetting
 
 # How long a writer waits for its turn before the caller is told to come back.
 LOCK_WAIT_SECONDS = 10.0
@@ -75,6 +78,22 @@ def describe() -> str:
         if view.dialect.name == "sqlite":
             return f"SQLite {view.exec_driver_sql('SELECT sqlite_version()').scalar_one()}"
         return f"PostgreSQL {view.exec_driver_sql('SHOW server_version').scalar_one()}"
+
+
+def check_tables() -> None:
+    """Raises WrongSetting when the tables are not those of this version. A database that is away proves nothing: the
+    process starts, and waits for it."""
+    try:
+        with reading() as view:
+            found = view.exec_driver_sql("SELECT version_num FROM alembic_version").scalar_one()
+    except (OperationalError, ProgrammingError) as error:
+        if "alembic_version" not in str(error.orig):
+            return
+        found = "none"
+    finally:
+        dispose()
+    if found != schema.REVISION:
+        raise WrongSetting(f"DATABASE_URL: its tables are of version {found}, {schema.REVISION} is needed: make setup")
 
 
 def use_wal() -> None:

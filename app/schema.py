@@ -12,6 +12,8 @@ from sqlalchemy.types import TypeDecorator
 
 from app import states
 
+REVISION = "0001"  # the migration that these tables are the outcome of
+
 metadata = MetaData(naming_convention={
     "ix": "ix_%(table_name)s_%(column_0_N_name)s",
     "uq": "uq_%(table_name)s_%(column_0_N_name)s",

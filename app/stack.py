@@ -12,6 +12,7 @@ from pathlib import Path
 import honcho.manager
 from alembic import command
 from alembic.config import Config
+from dotenv import load_dotenv
 from honcho.environ import parse_procfile
 from honcho.printer import Message, Printer
 
@@ -111,6 +112,7 @@ def _chosen(names: Sequence[str], given_redis: bool) -> dict[str, str]:
 def run(names: Sequence[str]) -> int:
     """Starts the lines, waits for them, and returns 0 after a stop that was asked for."""
     os.chdir(_ROOT)
+    load_dotenv(".env")
     os.environ.setdefault("CALLBACK_ALLOW", f"127.0.0.1:{os.environ.get('HOOKSINK_PORT') or 8141}")
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     os.environ["PYTHONUNBUFFERED"] = "1"

@@ -181,6 +181,8 @@ _RELAY_KEY = "relay:ran_at"
 
 def give_sign_of_life(role: str, name: str, queues: list[str], concurrency: int) -> None:
     """Says that this Celery worker is alive and consuming."""
+    if _away():
+        return
     sign = json.dumps({"name": name, "queues": queues, "concurrency": concurrency})
     with _best_effort("presence"):
         client().set(f"presence:{role}:{name}", sign, ex=PRESENCE_SECONDS)

@@ -5,16 +5,19 @@ from __future__ import annotations
 import os
 import sys
 
-from app import config, embedded, kinds
+from app import config, db, embedded, kinds
 from app.config import Settings
 from app.errors import UketsukeError, WrongSetting
+
+# Events for Flower; no chatter among workers, which nothing here listens to and each start would wait for.
+_QUIETLY = ("--task-events", "--without-mingle", "--without-gossip")
 
 
 def worker(settings: Settings) -> list[str]:
     """Runs jobs, each in a process of its own: a kind may use the processor, leak or crash."""
     return [
         "worker", "--pool", "prefork", "--concurrency", str(settings.worker_concurrency),
-        "--queues", ",".join(settings.worker_queues), "--hostname", f"worker-{os.getpid()}@%h", "--task-events",
+        "--queues", ",".join(settings.worker_queues), "--hostname", f"worker-{os.getpid()}@%h", *_QUIETLY,
     ]
 
 
@@ -22,7 +25,7 @@ def courier(settings: Settings) -> list[str]:
     """Waits on the network with many threads: publishes the outbox, delivers callbacks, rescues, prunes."""
     return [
         "worker", "--pool", "threads", "--concurrency", str(settings.courier_concurrency),
-        "--queues", "relay,callbacks", "--hostname", f"courier-{os.getpid()}@%h", "--task-events",
+        "--queues", "relay,callbacks", "--hostname", f"courier-{os.getpid()}@%h", *_QUIETLY,
     ]
 
 
@@ -53,6 +56,8 @@ def main() -> int:
     try:
         kinds.registry()
         arguments = ROLES[role](config.settings())
+        if role in ("worker", "courier"):
+            db.check_tables()
     except UketsukeError as error:
         print(f"{role}: {error}", file=sys.stderr)
         return 2

@@ -27,8 +27,9 @@ def _load_kinds(**_: Any) -> None:
 
 @signals.worker_process_init.connect
 def _begin_child(**_: Any) -> None:
-    # A supervisor that signals the whole group (honcho, Heroku) means the parent, which lets the running job finish.
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    # A supervisor that signals the whole group (Heroku) means the parent, which lets the running job finish. A handler,
+    # since an ignored signal would stay ignored in the programs that a job starts.
+    signal.signal(signal.SIGTERM, lambda *_: None)
 
 
 @signals.worker_process_shutdown.connect

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+import threading
 import time
 from collections.abc import Callable
 from datetime import datetime, timedelta
@@ -26,6 +27,8 @@ LEASE_SECONDS = 15.0  # publishing a batch takes milliseconds; a relay that take
 AWAY_SECONDS = 1.0  # when the broker takes nothing, all wait so long
 _REFUSED_SECONDS = 5.0  # when the broker takes everything but this row, it waits so long
 _HARD_LIMIT_AFTER_SECONDS = 10.0  # a function that swallows its soft limit is killed so much later
+
+_at_once = threading.BoundedSemaphore(2)  # a deep outbox takes many ticks; they must not take all of the threads
 
 Publish = Callable[[Row], None]
 
@@ -94,9 +97,14 @@ def _record(lease: str, taken: list[int], refused: list[tuple[Row, str]], left: 
 @app.task(name="tasks.relay_outbox")
 def relay_outbox() -> None:
     """One tick: drains, then again at each wake token until the interval is over."""
-    until = time.monotonic() + settings().relay_interval_seconds
-    while True:
-        drain(publish)
-        status.relay_ran(clock.now())
-        if not status.wait_for_wake(until - time.monotonic()):
-            return
+    if not _at_once.acquire(blocking=False):
+        return
+    try:
+        until = time.monotonic() + settings().relay_interval_seconds
+        while True:
+            drain(publish)
+            status.relay_ran(clock.now())
+            if not status.wait_for_wake(until - time.monotonic()):
+                return
+    finally:
+        _at_once.release()

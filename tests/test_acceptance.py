@@ -3,9 +3,11 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,8 +18,9 @@ import pytest
 import redis
 import requests
 
+from tests import verify
 from tests.processes import Site
-from tests.servers import Postgres, Valkey, wait_until
+from tests.servers import Postgres, Valkey, valkey, wait_until
 
 pytestmark = pytest.mark.acceptance
 
@@ -77,12 +80,13 @@ def look_at_flower(site: Site, job_id: str) -> None:
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])
-def site(request: pytest.FixtureRequest, tmp_path: Path, valkey: Valkey) -> Iterator[Site]:
+def site(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Site]:
     """A site on an outside Redis, with each database."""
-    with redis.Redis.from_url(valkey.url) as client:
+    shared: Valkey = request.getfixturevalue("valkey")
+    with redis.Redis.from_url(shared.url) as client:
         client.flushall()
     settings: dict[str, Any] = {
-        "REDIS_URL": valkey.url, "JOB_MODULES": "tests.slow_kinds", "LEASE_SECONDS": 2, "RESCUE_INTERVAL_SECONDS": 1}
+        "REDIS_URL": shared.url, "JOB_MODULES": "tests.slow_kinds", "LEASE_SECONDS": 2, "RESCUE_INTERVAL_SECONDS": 1}
     if request.param == "postgresql":
         server: Postgres = request.getfixturevalue("postgres")
         settings["DATABASE_URL"] = server.url(server.new_database())
@@ -90,7 +94,7 @@ def site(request: pytest.FixtureRequest, tmp_path: Path, valkey: Valkey) -> Iter
         yield made
 
 
-def test_nothing_is_lost_while_parts_come_and_go(site: Site, valkey: Valkey) -> None:
+def test_nothing_is_lost_while_parts_come_and_go(site: Site) -> None:
     """The API is killed between submission and processing; the worker comes last; one submission is one message."""
     rest = site.start("courier", "beat", "hooksink")
     web = site.start_alone("web")
@@ -98,7 +102,7 @@ def test_nothing_is_lost_while_parts_come_and_go(site: Site, valkey: Valkey) -> 
     note = site.post("/notes", {"text": "kept"}).json()
     job_id = site.submit(n=100, callback_url=f"{site.hook}/")
     web.kill()
-    with redis.Redis.from_url(valkey.url) as client:
+    with redis.Redis.from_url(site.env["REDIS_URL"]) as client:
         wait_until(lambda: client.llen("q:jobs2") == 2, what="two submissions are two messages")
         web = site.start_alone("web")
         site.wait_answering()
@@ -113,6 +117,27 @@ def test_nothing_is_lost_while_parts_come_and_go(site: Site, valkey: Valkey) -> 
     site.wait_ready()
     for process in (worker, web, rest):
         assert process.stop() == 0
+
+
+def test_without_redis_jobs_are_accepted_and_run_once_it_returns(site: Site) -> None:
+    """Neither the view nor the broker is needed for a 202, and nobody has to restart anything afterwards."""
+    with valkey() as own:
+        site.env["REDIS_URL"] = own.url
+        site.start("web", "worker", "courier", "beat")
+        site.wait_ready()
+        own.stop()
+        shutil.rmtree(own.folder)  # it comes back empty
+        took, jobs = [], []
+        for _ in range(20):
+            began = time.monotonic()
+            jobs.append(site.submit(n=100))
+            assert site.get(f"/jobs/{jobs[-1]}").json()["status"] == "queued"
+            took.append(time.monotonic() - began)
+        assert max(took) < 4 and site.get("/health/ready").status_code == 503
+        own.start()
+        for job_id in jobs:
+            assert site.poll(job_id)["attempt"] == 1
+        site.wait_ready()
 
 
 def test_a_worker_that_dies_in_mid_job_is_followed_by_another(site: Site) -> None:
@@ -139,7 +164,7 @@ def test_limits_and_crashes_end_as_they_should(site: Site) -> None:
     assert site.poll(site.submit(n=10))["status"] == "succeeded"
 
 
-def test_one_key_at_many_web_processes_makes_one_job(site: Site, valkey: Valkey) -> None:
+def test_one_key_at_many_web_processes_makes_one_job(site: Site) -> None:
     site.env["WEB_WORKERS"] = "4"
     site.start("web")
     site.wait_answering()
@@ -230,3 +255,10 @@ def test_nothing_but_loopback_is_listened_on(tmp_path: Path) -> None:
                      for connection in process.net_connections("inet") if connection.status == psutil.CONN_LISTEN}
         assert listening == {"127.0.0.1"}
         assert os.path.exists(tmp_path / "jobs.sqlite3")
+
+
+def test_the_story_for_a_person_holds(tmp_path: Path) -> None:
+    """make verify."""
+    record = tmp_path / "verification.md"
+    assert verify.main(record) == 0
+    assert record.read_text().count("✓") > 20 and str(tmp_path) not in record.read_text()

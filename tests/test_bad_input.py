@@ -112,7 +112,8 @@ def test_a_wrong_method_is_told_which_ones_there_are(api: FlaskClient) -> None:
 
 
 @one_database
-@pytest.mark.parametrize("path", ["/", "/nowhere", "/jobs/x/y/z", "/%00", "/problems/nope", "/é", "/%ff"])
+@pytest.mark.parametrize("path", [
+    "/", "//jobs", "/jobs//x", "/nowhere", "/jobs/x/y/z", "/%00", "/problems/nope", "/é", "/%ff"])
 def test_an_unknown_address(api: FlaskClient, path: str) -> None:
     problem(api.get(path), 404, "not-found")
 

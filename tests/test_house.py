@@ -11,6 +11,7 @@ from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 
 from app import db, kinds, schema, stack, states
+from app.errors import WrongSetting
 from tests.conftest import World
 
 ROOT = Path(__file__).parent.parent
@@ -44,6 +45,24 @@ def test_sqlite_is_durable_and_shared(world: World) -> None:
     pragmas = {name: world.sql(f"PRAGMA {name}")[0][0] for name in ("journal_mode", "synchronous", "foreign_keys")}
     assert pragmas == {"journal_mode": "wal", "synchronous": 2, "foreign_keys": 1}
     assert tuple(map(int, db.describe().split()[1].split("."))) >= (3, 51, 3)
+
+
+def test_the_schema_names_its_migration(world: World) -> None:
+    assert world.sql("SELECT version_num FROM alembic_version") == [(schema.REVISION,)]
+    db.check_tables()
+
+
+@pytest.mark.parametrize("statement", ["UPDATE alembic_version SET version_num = '0000'", "DROP TABLE alembic_version"])
+def test_tables_of_another_version_stop_the_start(world: World, statement: str) -> None:
+    world.sql(statement)
+    with pytest.raises(WrongSetting, match="make setup"):
+        db.check_tables()
+
+
+def test_a_database_that_is_away_does_not_stop_the_start(world: World) -> None:
+    db.dispose()
+    world.set(DATABASE_URL="postgresql+psycopg://nobody@127.0.0.1:1/nothing")
+    db.check_tables()
 
 
 def test_an_unknown_word_cannot_be_stored(world: World) -> None:

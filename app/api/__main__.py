@@ -7,7 +7,7 @@ import sys
 from granian import Granian
 from granian.constants import Interfaces
 
-from app import config, embedded, kinds, logs
+from app import config, db, embedded, kinds, logs
 from app.errors import UketsukeError, WrongSetting
 
 log = logging.getLogger("uketsuke.api")
@@ -20,6 +20,7 @@ def main() -> int:
         kinds.registry()
         if not embedded.is_free(settings.host, settings.port):
             raise WrongSetting(f"port {settings.port} is taken: choose another with PORT")
+        db.check_tables()
     except UketsukeError as error:
         print(f"web: {error}", file=sys.stderr)
         return 2

@@ -33,12 +33,13 @@ def read_object() -> dict[str, Any]:
 
 
 def _read() -> bytes:
-    """The body, of at most MAX_BODY_BYTES whether its length was told or not (werkzeug cuts a chunked one silently)."""
+    """The body, of at most MAX_BODY_BYTES whether its length was told or not (werkzeug's own limit would cut a chunked
+    one silently)."""
     too_large = Problem("too-large", f"the body has more than {MAX_BODY_BYTES} bytes", headers={"Connection": "close"})
     if (request.content_length or 0) > MAX_BODY_BYTES:
         raise too_large
     read, size = [], 0
-    while chunk := request.environ["wsgi.input"].read(min(_READ_BYTES, MAX_BODY_BYTES + 1 - size)):
+    while chunk := request.stream.read(min(_READ_BYTES, MAX_BODY_BYTES + 1 - size)):
         read.append(chunk)
         size += len(chunk)
         if size > MAX_BODY_BYTES:
