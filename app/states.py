@@ -8,8 +8,9 @@ FAILED = "failed"
 JOB_STATUSES = (QUEUED, RUNNING, SUCCEEDED, FAILED)
 FINAL = frozenset({SUCCEEDED, FAILED})
 
+# What docs/architecture.md draws; each is one guarded statement of `app.jobs`.
 JOB_MOVES = {
-    QUEUED: frozenset({RUNNING, FAILED}),
+    QUEUED: frozenset({RUNNING}),
     RUNNING: frozenset({QUEUED, SUCCEEDED, FAILED}),
     SUCCEEDED: frozenset(),
     FAILED: frozenset(),

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -73,9 +74,18 @@ def test_an_unknown_word_cannot_be_stored(world: World) -> None:
                   "VALUES ('run_job', 'x', 'q', 'sent', '2026-01-01 00:00:00', '2026-01-01 00:00:00')")
 
 
-def test_moves_stay_within_the_vocabulary() -> None:
+def test_the_drawn_moves_are_the_allowed_ones() -> None:
+    drawn = (ROOT / "docs" / "architecture.md").read_text().split('state "job" as j')[1].split("```")[0]
+    moves = re.findall(r"(\w+) --> (\w+):", drawn)
+    assert set(moves) == {(before, after) for before, afters in states.JOB_MOVES.items() for after in afters}
     assert set(states.JOB_MOVES) == set(states.JOB_STATUSES)
     assert all(states.JOB_MOVES[status] == frozenset() for status in states.FINAL)
+
+
+def test_every_link_of_the_papers_leads_somewhere() -> None:
+    for paper in (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/*.md")):
+        for target in re.findall(r"\]\(([^)#]+)", paper.read_text()):
+            assert "://" in target or (paper.parent / target).exists(), f"{paper.name}: {target}"
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
