@@ -176,6 +176,22 @@ def test_a_sender_that_was_frozen_records_nothing(api: FlaskClient, world: World
     assert world.sql("SELECT state, attempts, last_response FROM deliveries") == [("delivered", 2, 204)]
 
 
+def test_a_frozen_sender_does_not_end_the_try_of_another(
+    api: FlaskClient, world: World, receiver: Receiver,
+) -> None:
+    delivery_id = finish(api, receiver.url)
+
+    def freeze(*_: Any) -> Answer:
+        rescue_stalled.run_once(later(31), {})
+        with db.transaction() as tx:
+            assert deliveries.claim(tx, delivery_id, later(60), later(90)).attempts == 2
+        return Answer(204, None, b"")
+
+    assert deliver_webhook.run_once(delivery_id, post=freeze) is None
+    assert world.sql("SELECT state, attempts FROM deliveries") == [("sending", 2)]
+    assert world.count("delivery_attempts", "response_code IS NOT NULL") == 0
+
+
 def test_of_concurrent_senders_one_makes_the_attempt(api: FlaskClient, world: World, receiver: Receiver) -> None:
     delivery_id, barrier = finish(api, receiver.url), threading.Barrier(6)
 
@@ -345,10 +361,18 @@ def test_no_more_than_64_kib_of_an_answer_are_read(api: FlaskClient, world: Worl
 
 @one_database
 def test_a_kept_connection_is_watched_too(api: FlaskClient, world: World, receiver: Receiver) -> None:
+    clients = set()
+
+    def respond(handler: Any, count: int) -> None:
+        clients.add(handler.client_address)
+        (receivers.status(204) if count == 1 else drip_headers)(handler, count)
+
+    receiver.respond = respond
     assert egress.post(receiver.url, b"{}", {}, 5.0).code == 204
-    receiver.respond = silence
+    began = time.monotonic()
     with pytest.raises(Unanswered, match="no whole answer within 1 s"):
         egress.post(receiver.url, b"{}", {}, 1.0)
+    assert time.monotonic() - began < 10 and len(clients) == 1
 
 
 @one_database

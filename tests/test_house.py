@@ -2,14 +2,20 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import re
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
+from pysqlite3 import dbapi2
+from sqlalchemy.exc import OperationalError
 
 from app import db, kinds, schema, stack, states
 from app.errors import WrongSetting
@@ -64,6 +70,51 @@ def test_a_database_that_is_away_does_not_stop_the_start(world: World) -> None:
     db.dispose()
     world.set(DATABASE_URL="postgresql+psycopg://nobody@127.0.0.1:1/nothing")
     db.check_tables()
+
+
+def test_a_writer_from_outside_cannot_come_between_reading_and_writing(world: World) -> None:
+    """Another program that writes to the file waits for its turn; a deferred transaction would fail at its write."""
+    if world.dialect != "sqlite":
+        return
+
+    def write() -> None:
+        began.set()
+        with contextlib.closing(dbapi2.connect(world.url.removeprefix("sqlite:///"), timeout=20)) as raw, raw:
+            raw.execute("UPDATE notes SET owner = 'outside'")
+
+    began, outside = threading.Event(), threading.Thread(target=write)
+    world.sql("INSERT INTO notes (owner, text, created_at) VALUES ('x', 'x', '2026-01-01 00:00:00')")
+    with db.transaction() as tx:
+        tx.exec_driver_sql("SELECT owner FROM notes").all()
+        outside.start()
+        assert began.wait(20)
+        outside.join(0.3)
+        tx.exec_driver_sql("UPDATE notes SET owner = 'inside'")
+    outside.join()
+    assert world.sql("SELECT owner FROM notes") == [("outside",)]
+
+
+def test_a_writer_that_never_ends_is_not_waited_for_longer_than_promised(world: World, monkeypatch: Any) -> None:
+    if world.dialect != "sqlite":
+        return
+    monkeypatch.setattr(db, "LOCK_WAIT_SECONDS", 0.3)
+    with contextlib.closing(dbapi2.connect(world.url.removeprefix("sqlite:///"))) as raw:
+        raw.isolation_level = None
+        raw.execute("BEGIN IMMEDIATE")
+        began, failed = time.monotonic(), []
+
+        def write() -> None:
+            try:
+                world.sql("UPDATE notes SET owner = 'x'")
+            except OperationalError:
+                failed.append(time.monotonic() - began)
+
+        threads = [threading.Thread(target=write) for _ in range(10)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert len(failed) == 10 and max(failed) < 2  # not ten waits, one after the other
 
 
 def test_an_unknown_word_cannot_be_stored(world: World) -> None:

@@ -264,6 +264,20 @@ def test_a_history_is_undone_when_the_attempt_was_lost(api: FlaskClient, world: 
     assert world.sql("SELECT status FROM jobs") == [("running",)]
 
 
+def test_a_transactional_kind_that_raises_leaves_none_of_its_rows(api: FlaskClient, world: World) -> None:
+    def write_and_raise(input: Any, job: kinds.Job, tx: Any) -> None:
+        tx.exec_driver_sql("INSERT INTO notes (owner, text, created_at) VALUES ('x', 'x', '2026-01-01 00:00:00')")
+        if job.attempt < 2:
+            raise ValueError("halfway")
+
+    with a_kind(write_and_raise, transactional=True) as kind:
+        job_id = submit(api, kind)
+        assert run_job.run_once(job_id).status == "queued"
+        assert world.count("notes") == 0
+        assert run_job.run_once(job_id).status == "succeeded"
+        assert world.count("notes") == 1
+
+
 def test_a_finish_waits_for_a_database_that_is_locked(api: FlaskClient, world: World, monkeypatch: Any) -> None:
     """The result of a long job is not thrown away because the database was busy for a moment."""
     monkeypatch.setattr(run_job, "_FINISH_AGAIN_SECONDS", 0.05)
