@@ -10,14 +10,19 @@ import re
 import secrets
 from pathlib import Path
 from typing import Annotated, Any
+from urllib.parse import urlsplit
 
 from pydantic import BeforeValidator, Field, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+from sqlalchemy.engine import make_url
+from sqlalchemy.exc import ArgumentError
 
 from app.errors import WrongSetting
 
+EVERYBODY = "everybody"  # the one owner when there are no tokens
 _SECRET_SETTINGS = frozenset({"API_TOKENS", "CALLBACK_SECRETS", "FLOWER_BASIC_AUTH"})
 _OWNER = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_TOKEN = re.compile(r"[A-Za-z0-9._~+/-]+=*")
 _HOST_PORT = re.compile(r"(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9.-]+):([0-9]{1,5})")
 
 
@@ -35,9 +40,10 @@ Seconds = Annotated[tuple[int, ...], NoDecode, BeforeValidator(_split)]
 class Settings(BaseSettings):
     """What the processes are told. Field names are the variables' names in lower case."""
 
-    model_config = SettingsConfigDict(env_file=".env", extra="ignore", hide_input_in_errors=True, frozen=True)
+    model_config = SettingsConfigDict(
+        env_file=".env", env_ignore_empty=True, extra="ignore", hide_input_in_errors=True, frozen=True)
 
-    database_url: str = "sqlite:///var/jobs.sqlite3"
+    database_url: str = "sqlite:///var/jobs.sqlite3"  # follows var_dir unless given
     redis_url: str | None = None  # None: the embedded Valkey
     broker_url: str | None = None  # None: redis_url
     var_dir: Path = Path("var")  # SQLite file, Valkey's data, callback secret, hook.log
@@ -45,7 +51,7 @@ class Settings(BaseSettings):
     host: str = "127.0.0.1"
     port: int = Field(8140, ge=1, le=65535)
     web_workers: int = Field(2, ge=1, le=64)
-    web_threads: int = Field(4, ge=1, le=256)
+    web_threads: int = Field(16, ge=1, le=256)  # of each; a slow upload or a busy database holds one
     hooksink_port: int = Field(8141, ge=1, le=65535)
     hook_log: Path | None = None  # None: hook.log in var_dir
     flower_port: int = Field(5555, ge=1, le=65535)
@@ -73,40 +79,53 @@ class Settings(BaseSettings):
     courier_concurrency: int = Field(16, ge=4, le=1024)  # threads that wait on the network
     broker_visibility_timeout_seconds: int = Field(3600, ge=5)  # Redis brokers only; no promise hangs on it
 
-    @field_validator("redis_url", "broker_url", "flower_basic_auth", "hook_log", mode="before")
+    @model_validator(mode="before")
     @classmethod
-    def _empty_is_unset(cls, value: Any) -> Any:
-        return value or None
+    def _database_follows_var_dir(cls, given: dict[str, Any]) -> dict[str, Any]:
+        if given.get("var_dir") and not given.get("database_url"):
+            given["database_url"] = f"sqlite:///{Path(given['var_dir']) / 'jobs.sqlite3'}"
+        return given
 
     @field_validator("database_url")
     @classmethod
     def _database(cls, value: str) -> str:
         if not value.startswith(("sqlite:///", "postgresql+psycopg://")):
             raise ValueError("sqlite:///<file> or postgresql+psycopg://...")
-        if value in ("sqlite:///", "sqlite:///:memory:"):
+        try:
+            file = make_url(value).database
+        except (ArgumentError, ValueError):
+            raise ValueError("sqlite:///<file> or postgresql+psycopg://user:password@host:port/database") from None
+        if value.startswith("sqlite") and file in (None, "", ":memory:"):
             raise ValueError("a file: several processes share the database")
         return value
 
     @field_validator("redis_url")
     @classmethod
     def _redis(cls, value: str | None) -> str | None:
-        if value is not None and not value.startswith(("redis://", "rediss://", "unix://")):
-            raise ValueError("redis://host:port/db, rediss://... or unix://...")
-        return value
+        return _url_of(value, ("redis", "rediss"), "redis://host:port/number or rediss://...")
 
     @field_validator("broker_url")
     @classmethod
     def _broker(cls, value: str | None) -> str | None:
-        if value is not None and not value.startswith(("redis://", "rediss://", "amqp://", "amqps://")):
-            raise ValueError("redis://..., rediss://..., amqp://... or amqps://...")
-        return value
+        return _url_of(value, ("redis", "rediss", "amqp", "amqps"), "redis://host:port/number, rediss:// or amqp://")
+
+    @field_validator("host")
+    @classmethod
+    def _host(cls, value: str) -> str:
+        try:
+            return str(ipaddress.ip_address("127.0.0.1" if value == "localhost" else value))
+        except ValueError:
+            raise ValueError("an IP address to listen on, or localhost") from None
 
     @field_validator("api_tokens")
     @classmethod
     def _tokens(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         pairs = [part.partition(":") for part in value]
-        if any(not _OWNER.fullmatch(name) or not token for name, _, token in pairs):
-            raise ValueError("name:token, comma separated; a name is 1 to 64 of A-Z a-z 0-9 _ . -")
+        if any(not _OWNER.fullmatch(name) or not _TOKEN.fullmatch(token) for name, _, token in pairs):
+            raise ValueError("name:token, comma separated; a name is 1 to 64 of A-Z a-z 0-9 _ . -, a token of "
+                             "A-Z a-z 0-9 - . _ ~ + / with = at its end (RFC 6750 2.1)")
+        if any(name == EVERYBODY for name, _, _ in pairs):
+            raise ValueError(f"the name {EVERYBODY} is that of the open API")
         if len({name for name, _, _ in pairs}) < len(pairs) or len({token for _, _, token in pairs}) < len(pairs):
             raise ValueError("each name and each token once")
         return value
@@ -147,17 +166,25 @@ class Settings(BaseSettings):
 
     @model_validator(mode="after")
     def _open_only_at_home(self) -> Settings:
-        if not self.api_tokens and not is_loopback(self.host):
+        if not self.api_tokens and not ipaddress.ip_address(self.host).is_loopback:
             raise ValueError(f"HOST={self.host}: an address beyond loopback needs API_TOKENS (name:token, ...)")
         return self
 
 
-def is_loopback(host: str) -> bool:
-    """Whether a bind address is reachable from this machine only."""
+def _url_of(value: str | None, schemes: tuple[str, ...], allowed: str) -> str | None:
+    """The URL, when its scheme is one of these, and its port and (for Redis) its database are numbers."""
+    if value is None:
+        return None
     try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+        parts = urlsplit(value)
+        well = parts.scheme in schemes and bool(parts.hostname) and (parts.port or 1) > 0
+        if parts.scheme.startswith("redis"):
+            well = well and (parts.path in ("", "/") or parts.path[1:].isdecimal())
     except ValueError:
-        return False
+        well = False
+    if not well:
+        raise ValueError(allowed)
+    return value
 
 
 def check_secret(secret: str) -> None:

@@ -2,21 +2,23 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from sqlalchemy import Connection, Engine, create_engine, event
 from sqlalchemy.engine import make_url
-from sqlalchemy.exc import OperationalError, ProgrammingError
+from sqlalchemy.exc import DBAPIError, OperationalError
+from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from app import schema
 from app.config import settings
 from app.errors import WrongSetting
+from app.turnstile import Turnstile, TurnTimeout
 
 # How long a writer waits for its turn before the caller is told to come back.
 LOCK_WAIT_SECONDS = 10.0
@@ -24,9 +26,14 @@ _POOL_SIZE = 8
 _POOL_OVERFLOW = 24  # the courier's threads, each for some milliseconds
 _SQLITE_OLDEST = (3, 51, 3)  # older ones can corrupt a WAL that several processes share
 
+# SQLSTATE classes of PostgreSQL: connection, resources, lock not available, operator intervention, system error.
+_AWAY_CLASSES = frozenset({"08", "53", "55", "57", "58"})
+_READ_ONLY = "25006"  # a standby, say after a failover
+
 _engine: Engine | None = None
 _engine_pid = 0
 _engine_lock = threading.Lock()
+_turnstiles: WeakKeyDictionary[Engine, Turnstile] = WeakKeyDictionary()
 
 
 def engine() -> Engine:
@@ -52,8 +59,8 @@ def dispose() -> None:
 def transaction() -> Iterator[Connection]:
     """A writing transaction: commits at the end of the block, rolls back on any exception.
 
-    Keep it short: no network, no work of a job inside. Raises `sqlalchemy.exc.OperationalError` when the database
-    is away, or when another writer held it for LOCK_WAIT_SECONDS.
+    Keep it short: no network, no work of a job inside, no second one within. Raises
+    `sqlalchemy.exc.OperationalError` when the database is away, or when others wrote for LOCK_WAIT_SECONDS.
     """
     if engine().dialect.name == "sqlite":
         with _turn(), engine().begin() as tx:
@@ -80,16 +87,31 @@ def describe() -> str:
         return f"PostgreSQL {view.exec_driver_sql('SHOW server_version').scalar_one()}"
 
 
+def reason(error: BaseException) -> str:
+    """Why the database refused, in a line without the rows' contents (PostgreSQL tells them in its DETAIL)."""
+    cause = getattr(error, "orig", None) or error
+    primary = getattr(getattr(cause, "diag", None), "message_primary", None)
+    return f"{type(cause).__name__}: {primary or cause}".splitlines()[0]
+
+
+def is_away(error: Exception) -> bool:
+    """Whether the database cannot be used now (away, locked, overloaded, read-only) rather than refuse this change."""
+    state = getattr(getattr(error, "orig", None), "sqlstate", None) or ""
+    return isinstance(error, OperationalError | PoolTimeout) or state == _READ_ONLY or state[:2] in _AWAY_CLASSES
+
+
 def check_tables() -> None:
-    """Raises WrongSetting when the tables are not those of this version. A database that is away proves nothing: the
-    process starts, and waits for it."""
+    """Raises WrongSetting when the tables are not those of this version, or the file cannot be used. A server that is
+    away proves nothing: the process starts, and waits for it."""
     try:
         with reading() as view:
-            found = view.exec_driver_sql("SELECT version_num FROM alembic_version").scalar_one()
-    except (OperationalError, ProgrammingError) as error:
-        if "alembic_version" not in str(error.orig):
+            found = view.exec_driver_sql("SELECT version_num FROM alembic_version").scalar_one_or_none()
+    except (DBAPIError, OSError) as error:
+        if "alembic_version" not in str(error):
+            if isinstance(error, OSError) or settings().database_url.startswith("sqlite"):
+                raise WrongSetting(f"DATABASE_URL: {reason(error)}") from None
             return
-        found = "none"
+        found = None
     finally:
         dispose()
     if found != schema.REVISION:
@@ -134,6 +156,7 @@ def _make_sqlite(url: str) -> Engine:
         url, module=dbapi2, pool_size=_POOL_SIZE, max_overflow=_POOL_OVERFLOW, hide_parameters=True,
         connect_args={"check_same_thread": False, "timeout": LOCK_WAIT_SECONDS},
     )
+    _turnstiles[made] = Turnstile(f"{made.url.database}.turn")
     event.listen(made, "connect", _prepare_sqlite)
     event.listen(made, "begin", _begin_sqlite)
     return made
@@ -148,6 +171,7 @@ def _prepare_sqlite(raw: Any, _record: Any) -> None:
 
 def _begin_sqlite(connection: Connection) -> None:
     if connection.get_execution_options().get("uketsuke_reading"):
+        connection.exec_driver_sql(f"PRAGMA busy_timeout={int(LOCK_WAIT_SECONDS * 1000)}")  # a writer left less
         connection.exec_driver_sql("BEGIN")
         return
     # IMMEDIATE: a deferred transaction that reads and then writes fails at once when another one wrote in between.
@@ -169,16 +193,10 @@ _wait = _Wait()
 
 @contextlib.contextmanager
 def _turn() -> Iterator[None]:
-    """The writers' queue of a SQLite file: an flock beside it, whose waiters the kernel serves in order.
-
-    SQLite's own busy handler sleeps and polls, which costs a second at the 99th percentile with 8 writers. A killed
-    process frees its flock at once. The whole wait is bounded: what the queue took is no longer there for SQLite.
-    """
+    """The writer's turn. What the queue took of the wait is no longer there for SQLite's own lock."""
     _wait.until = time.monotonic() + LOCK_WAIT_SECONDS
-    # Opened for each turn: threads that share an open file share its lock, and so do forked processes.
-    descriptor = os.open(f"{engine().url.database}.turn", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
+        with _turnstiles[engine()].turn(_wait.until):
+            yield
+    except TurnTimeout:
+        raise OperationalError("BEGIN", None, TimeoutError("the database is held by another writer")) from None

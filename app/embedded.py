@@ -8,13 +8,12 @@ from __future__ import annotations
 import fcntl
 import os
 import signal
-import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from app import config
+from app import config, ports
 from app.errors import WrongSetting
 
 HOST = "127.0.0.1"
@@ -35,21 +34,9 @@ def settle_port() -> int:
     """The port to start on: the kept one, or another when somebody took it meanwhile."""
     with _locked() as file:
         port = _read(file)
-        if port is None or not is_free(HOST, port):
+        if port is None or not ports.is_free(HOST, port):
             port = _choose(file)
     return port
-
-
-def is_free(host: str, port: int) -> bool:
-    """Whether a server could listen there now."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError:
-            return False
-        return True
 
 
 @contextmanager
@@ -70,7 +57,7 @@ def _read(file: Path) -> int | None:
 
 def _choose(file: Path) -> int:
     for port in range(FIRST_PORT, FIRST_PORT + _PORTS_TRIED):
-        if is_free(HOST, port):
+        if ports.is_free(HOST, port):
             file.write_text(f"{port}\n")
             return port
     raise WrongSetting(f"no free port from {FIRST_PORT} to {FIRST_PORT + _PORTS_TRIED}: set REDIS_URL")
@@ -98,7 +85,7 @@ def main() -> int:
             signal.pause()
         port = settle_port()
         argv = command(port, config.settings().var_dir / "redis")
-    except WrongSetting as error:
+    except (WrongSetting, OSError) as error:
         print(f"redis: {error}", file=sys.stderr)
         return 2
     print(f"Valkey on redis://{HOST}:{port}/0", flush=True)

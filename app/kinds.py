@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from pydantic import BaseModel
+from pydantic import AliasChoices, AliasPath, BaseModel
 
 from app.config import settings
 from app.errors import UketsukeError, WrongKind
@@ -17,6 +17,8 @@ BUILT_IN = ("tasks.primes", "tasks.history")
 MAX_RESULT_BYTES = 256 * 1024
 
 _RESERVED_MEMBERS = frozenset({"kind", "callback_url"})
+_QUEUE = re.compile(r"[A-Za-z0-9_.:-]{1,100}")
+_LONGEST_SECONDS = 7 * 86_400
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,63}")
 
 
@@ -95,12 +97,26 @@ def _add(new: Kind) -> None:
     if new.name in _registered:
         taken = _registered[new.name].function
         raise WrongKind(f"kind {new.name!r} of {new.function.__module__} is taken by {taken.__module__}")
-    members = {name for field, info in new.input.model_fields.items() for name in (field, info.alias) if name}
-    if reserved := sorted(members & _RESERVED_MEMBERS):
+    if reserved := sorted(_members(new.input) & _RESERVED_MEMBERS):
         raise WrongKind(f"kind {new.name!r}: its input has a member called {reserved[0]}, which belongs to the job")
-    if new.max_attempts < 1 or new.time_limit <= 0 or not new.queue or new.queue in ("relay", "callbacks"):
-        raise WrongKind(f"kind {new.name!r}: max_attempts >= 1, time_limit > 0, a queue that is not the courier's")
+    if not 1 <= new.max_attempts <= 1000:
+        raise WrongKind(f"kind {new.name!r}: max_attempts is 1 to 1000")
+    if not 0 < new.time_limit <= _LONGEST_SECONDS:
+        raise WrongKind(f"kind {new.name!r}: time_limit is more than 0 and at most {_LONGEST_SECONDS} seconds")
+    if not _QUEUE.fullmatch(new.queue) or new.queue in ("relay", "callbacks"):
+        raise WrongKind(f"kind {new.name!r}: a queue is 1 to 100 of A-Z a-z 0-9 _ . : -, and not the courier's")
     _registered[new.name] = new
+
+
+def _members(model: type[BaseModel]) -> set[str]:
+    """Every name under which a member may be given."""
+    names: set[str] = set()
+    for field, info in model.model_fields.items():
+        names |= {field, info.alias or field}
+        validation = info.validation_alias
+        for alias in validation.choices if isinstance(validation, AliasChoices) else [validation]:
+            names.add(str(alias.path[0] if isinstance(alias, AliasPath) else alias))
+    return names
 
 
 @functools.lru_cache(maxsize=1)
@@ -114,8 +130,9 @@ def registry() -> Mapping[str, Kind]:
             importlib.import_module(module)
         except WrongKind:
             raise
-        except Exception as error:
-            raise WrongKind(f"JOB_MODULES: {module} cannot be imported: {type(error).__name__}: {error}") from error
+        except (Exception, SystemExit) as error:
+            why = f"{type(error).__name__}: {error}".splitlines()[0]
+            raise WrongKind(f"JOB_MODULES: {module} cannot be imported: {why}") from error
     return _registered
 
 

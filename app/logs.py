@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import logging
 import logging.config
+import traceback
 from typing import Any
 
 _NOISY = ("celery.app.trace", "kombu", "amqp", "urllib3")
@@ -35,3 +36,8 @@ def configuration(process: str) -> dict[str, Any]:
 def configure(process: str) -> None:
     """Sends this process's logs to standard error as JSON lines."""
     logging.config.dictConfig(configuration(process))
+
+
+def where(error: BaseException) -> dict[str, Any]:
+    """For `extra`: an exception's type and the places it came through. Not its message, which may hold an input."""
+    return {"error": type(error).__name__, "stack": "".join(traceback.format_tb(error.__traceback__))}

@@ -4,7 +4,7 @@ from __future__ import annotations
 from datetime import datetime
 from typing import Any
 
-from sqlalchemy import Connection, bindparam, delete, exists, insert, select
+from sqlalchemy import Connection, bindparam, delete, exists, insert, select, tuple_
 
 from app import states
 from app.errors import Expired
@@ -57,11 +57,7 @@ def forget_tombstones(tx: Connection, before: datetime) -> int:
 
 def forget_keys(tx: Connection, before: datetime) -> int:
     """Frees at most BATCH keys that were used before then and whose job is gone; returns how many."""
-    rows = tx.execute(_old_keys, {"before": before}).all()
-    for row in rows:
-        tx.execute(delete(idempotency_keys).where(
-            idempotency_keys.c.owner == row.owner, idempotency_keys.c.key == row.key))
-    return len(rows)
+    return tx.execute(delete(idempotency_keys).where(tuple_(*_row).in_(_old_keys)), {"before": before}).rowcount
 
 
 _find_tombstone = select(

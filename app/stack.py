@@ -15,8 +15,9 @@ from alembic.config import Config
 from dotenv import load_dotenv
 from honcho.environ import parse_procfile
 from honcho.printer import Message, Printer
+from sqlalchemy.exc import DBAPIError
 
-from app import config, embedded, kinds
+from app import config, db, embedded, kinds, ports
 from app.config import Settings
 from app.errors import UketsukeError, WrongSetting
 
@@ -70,7 +71,10 @@ def migrate() -> None:
     """Brings the tables of DATABASE_URL to this version."""
     alembic = Config()
     alembic.set_main_option("script_location", str(_ROOT / "app" / "migrations"))
-    command.upgrade(alembic, "head")
+    try:
+        command.upgrade(alembic, "head")
+    except DBAPIError as error:
+        raise WrongSetting(f"DATABASE_URL: {db.reason(error)}") from None
 
 
 def check_ports(settings: Settings, lines: Sequence[str]) -> None:
@@ -80,7 +84,7 @@ def check_ports(settings: Settings, lines: Sequence[str]) -> None:
         ("hooksink", "127.0.0.1", settings.hooksink_port, "HOOKSINK_PORT"),
         ("flower", "127.0.0.1", settings.flower_port, "FLOWER_PORT"),
     ):
-        if line in lines and not embedded.is_free(host, port):
+        if line in lines and not ports.is_free(host, port):
             raise WrongSetting(f"{line}: port {port} is taken: choose another with {setting}")
 
 
@@ -142,7 +146,7 @@ def main() -> int:
             migrate()
             return 0
         return run(sys.argv[1:])
-    except UketsukeError as error:
+    except (UketsukeError, OSError) as error:
         print(f"uketsuke: {error}", file=sys.stderr)
         return 2
 

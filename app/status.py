@@ -15,7 +15,9 @@ from typing import Any
 
 import redis
 from redis.backoff import NoBackoff
+from redis.exceptions import ConnectionError as ConnectionAway
 from redis.exceptions import RedisError
+from redis.exceptions import TimeoutError as TimeoutAway
 from redis.retry import Retry
 
 from app import config, deliveries, jobs, states
@@ -50,7 +52,6 @@ class View:
     """A job as Redis holds it."""
 
     owner: str
-    status: str
     document: dict[str, Any]
 
 
@@ -72,12 +73,14 @@ def client() -> redis.Redis:
 
 @contextlib.contextmanager
 def _best_effort(doing: str) -> Iterator[None]:
+    """Logs and swallows what Redis cannot do, or holds that cannot be read (ValueError)."""
     global _away_until
     try:
         yield
-    except (RedisError, OSError) as error:
-        _away_until = time.monotonic() + _PAUSE_SECONDS
-        log.warning("Redis is away", extra={"doing": doing, "error": f"{type(error).__name__}: {error}"})
+    except (RedisError, OSError, ValueError) as error:
+        if isinstance(error, ConnectionAway | TimeoutAway | OSError):
+            _away_until = time.monotonic() + _PAUSE_SECONDS
+        log.warning("Redis did not do it", extra={"doing": doing, "error": f"{type(error).__name__}: {error}"})
 
 
 def _away() -> bool:
@@ -97,13 +100,14 @@ def document(job: Job, callback: Delivery | None) -> dict[str, Any]:
     return shown
 
 
-def write(job: Job, callback: Delivery | None = None, wake: bool = False) -> None:
-    """Shows the job as it is after a commit, in one round trip; `wake` also wakes the relay.
+def write(job: Job, callback: Delivery | None = None, wake: bool = False) -> bool:
+    """Shows the job as it is after a commit, in one round trip; `wake` also wakes the relay. Returns whether Redis
+    shows this version now, or a later one.
 
     For a job with a callback, `callback` is its delivery once there is one.
     """
     if _away() or (left := _milliseconds_to_live(job)) <= 0:
-        return
+        return False
     shown = document(job, callback)
     fields: list[str | int] = [
         "job_id", job.id, "kind", job.kind, "status", job.status, "attempt", job.attempt, "owner", job.owner,
@@ -113,6 +117,8 @@ def write(job: Job, callback: Delivery | None = None, wake: bool = False) -> Non
         if wake:
             _wake(pipe)
         pipe.execute()
+        return True
+    return False
 
 
 def _milliseconds_to_live(job: Job) -> int:
@@ -123,13 +129,16 @@ def _milliseconds_to_live(job: Job) -> int:
 
 
 def read(job_id: str) -> View | None:
-    """The job as Redis knows it; None when Redis is away or does not know it."""
+    """The job as Redis knows it; None when Redis is away, does not know it, or holds something else."""
     if _away():
         return None
     with _best_effort("read"):
-        owner, status, text = client().hmget(key(job_id), "owner", "status", "document")
-        if owner is not None and status is not None and text is not None:
-            return View(str(owner), str(status), json.loads(text))
+        owner, text = client().hmget(key(job_id), "owner", "document")
+        if owner is None or text is None:
+            return None
+        shown = json.loads(text)
+        if isinstance(shown, dict) and shown.get("job_id") == job_id and shown.get("status") in states.JOB_STATUSES:
+            return View(str(owner), shown)
     return None
 
 

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
@@ -30,6 +31,9 @@ class Receipt:
     note_id: int | None
     body: str
     replayed: bool
+
+
+Write = Callable[[Connection], tuple[Job, int | None, dict[str, Any]]]
 
 
 def submit_job(
@@ -80,34 +84,33 @@ def _put(tx: Connection, job: Job) -> None:
     outbox.stage(tx, states.RUN_JOB, job.id, job.queue, job.created_at, time_limit_seconds=job.time_limit_seconds)
 
 
-def _once(owner: str, key: Key | None, write: Any, now: datetime) -> Receipt:
+def replay(owner: str, key: Key | None) -> Receipt | None:
+    """The first answer under this key; None when there is none yet. Raises `errors.KeyReused` for another request."""
+    if key is None:
+        return None
+    with db.reading() as view:
+        first = idempotency.replay(view, owner, key.text, key.fingerprint)
+    return None if first is None else Receipt(first.job_id, first.note_id, first.body, replayed=True)
+
+
+def _once(owner: str, key: Key | None, write: Write, now: datetime) -> Receipt:
     try:
         job, receipt = _commit(owner, key, write, now)
     except IntegrityError:
-        # A concurrent submission of the key was first (PostgreSQL): its answer is committed now. Else it is an error.
-        if key is None or (first := _replay(owner, key)) is None:
+        # A concurrent submission of the key was first, and has committed; without one it is an error.
+        first = replay(owner, key)
+        if first is None:
             raise
         return first
-    if job is not None:
-        status.write(job, wake=True)
+    status.write(job, wake=True)
     return receipt
 
 
-def _commit(owner: str, key: Key | None, write: Any, now: datetime) -> tuple[Job | None, Receipt]:
+def _commit(owner: str, key: Key | None, write: Write, now: datetime) -> tuple[Job, Receipt]:
     with db.transaction() as tx:
-        if key is not None:
-            first = idempotency.replay(tx, owner, key.text, key.fingerprint)
-            if first is not None:
-                return None, Receipt(first.job_id, first.note_id, first.body, replayed=True)
         job, note_id, answer = write(tx)
         body = json.dumps(answer, ensure_ascii=False) + "\n"
         if key is not None:
             record = idempotency.Record(key.fingerprint, job.id, note_id, body)
             idempotency.keep(tx, owner, key.text, record, now)
     return job, Receipt(job.id, note_id, body, replayed=False)
-
-
-def _replay(owner: str, key: Key) -> Receipt | None:
-    with db.reading() as view:
-        first = idempotency.replay(view, owner, key.text, key.fingerprint)
-    return None if first is None else Receipt(first.job_id, first.note_id, first.body, replayed=True)

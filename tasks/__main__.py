@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 
-from app import config, db, embedded, kinds
+from app import config, db, kinds, ports
 from app.config import Settings
 from app.errors import UketsukeError, WrongSetting
 
@@ -36,7 +36,7 @@ def beat(settings: Settings) -> list[str]:
 
 def flower(settings: Settings) -> list[str]:
     """The dashboard, on loopback. The ticks of the clock come often: 10,000 tasks are some hours."""
-    if not embedded.is_free("127.0.0.1", settings.flower_port):
+    if not ports.is_free("127.0.0.1", settings.flower_port):
         raise WrongSetting(f"port {settings.flower_port} is taken: choose another with FLOWER_PORT")
     argv = ["flower", "--address=127.0.0.1", f"--port={settings.flower_port}", "--max_tasks=10000", "--logging=error"]
     if settings.flower_basic_auth:
@@ -58,7 +58,7 @@ def main() -> int:
         arguments = ROLES[role](config.settings())
         if role in ("worker", "courier"):
             db.check_tables()
-    except UketsukeError as error:
+    except (UketsukeError, OSError) as error:
         print(f"{role}: {error}", file=sys.stderr)
         return 2
     os.environ["UKETSUKE_ROLE"] = role

@@ -1,16 +1,22 @@
 """The Celery app, and what each of its processes does at its start, while it lives, and at its end."""
 from __future__ import annotations
 
+import functools
+import logging
 import os
 import signal
+from collections.abc import Callable
 from typing import Any
 
 from celery import Celery, signals
+from sqlalchemy.exc import DBAPIError
 
 from app import db, kinds, logs, status
 
 app = Celery("uketsuke")
 app.config_from_object("celeryconfig")
+
+log = logging.getLogger("uketsuke.tasks")
 
 ROLE = os.environ.get("UKETSUKE_ROLE", "celery")
 
@@ -59,6 +65,28 @@ def _withdraw(**_: Any) -> None:
 
 
 _consumers: dict[str, Any] = {}
+
+
+class TaskFailed(Exception):
+    """A task of ours failed; Celery and Flower learn what it was, and nothing of what it was about."""
+
+
+def task(name: str, **options: Any) -> Callable[[Callable[..., None]], Any]:
+    """Registers a function as a Celery task, and keeps inputs out of Celery's own reports of its exceptions."""
+
+    def register(function: Callable[..., None]) -> Any:
+        @functools.wraps(function)
+        def run(*arguments: Any) -> None:
+            try:
+                function(*arguments)
+            except Exception as error:
+                log.error("task failed", extra={"task": name, "reason": db.reason(error) if isinstance(
+                    error, DBAPIError) else type(error).__name__, **logs.where(error)})
+                raise TaskFailed(type(error).__name__) from None
+
+        return app.task(name=name, **options)(run)
+
+    return register
 
 
 def _queues(consumer: Any) -> list[str]:

@@ -18,8 +18,7 @@ from app.config import settings
 from app.deliveries import Attempt, Delivery
 from app.errors import EndpointRefused
 from app.jobs import Job
-from tasks import backoff, egress, signature
-from tasks.celery import app
+from tasks import backoff, celery, egress, signature
 from tasks.egress import Answer, Unanswered
 
 log = logging.getLogger("uketsuke.deliver")
@@ -41,7 +40,7 @@ class Ending:
     next_attempt_at: datetime | None
 
 
-@app.task(name="tasks.deliver_webhook")
+@celery.task("tasks.deliver_webhook")
 def deliver_webhook(delivery_id: str) -> None:
     """Makes the next try of this delivery, unless it is not due or somebody else makes it."""
     if not _threads().acquire(blocking=False):
@@ -81,11 +80,16 @@ def run_once(
 
 
 def _prepare(delivery_id: str, now: datetime) -> tuple[Delivery, Job] | None:
+    with db.reading() as view:
+        known = deliveries.find(view, delivery_id)
+        job = None if known is None else jobs.find(view, known.job_id)
+    if known is None or job is None:
+        return None
+    if not _final_state_is_shown(job, known, now):
+        _step_back(delivery_id, now)
+        return None
     lease = timedelta(seconds=settings().callback_timeout_seconds + _LEASE_MARGIN_SECONDS)
     with db.transaction() as tx:
-        known = deliveries.find(tx, delivery_id)
-        if known is None:
-            return None
         if deliveries.count_sending(tx, known.host, now) >= settings().callback_per_host:
             _stage_again(tx, known, now)
             return None
@@ -93,9 +97,15 @@ def _prepare(delivery_id: str, now: datetime) -> tuple[Delivery, Job] | None:
         if held is None:
             return None
         outbox.settle(tx, states.DELIVER_WEBHOOK, delivery_id)
-        job = jobs.find(tx, held.job_id)
-    assert job is not None  # its delivery refers to it
     return held, job
+
+
+def _final_state_is_shown(job: Job, known: Delivery, now: datetime) -> bool:
+    """Whether whoever is called back now will read the final state: the view shows it, or has had the time to forget
+    the state before (the worker's own write may have been lost)."""
+    assert job.finished_at is not None
+    forgotten = now - job.finished_at > timedelta(seconds=status.UNFINISHED_TTL_SECONDS)
+    return status.write(job, known) or forgotten
 
 
 def _step_back(delivery_id: str, now: datetime) -> None:

@@ -9,12 +9,12 @@ from sqlalchemy import Connection
 
 from app import clock, db, retention, status
 from app.config import settings
-from tasks.celery import app
+from tasks import celery
 
 log = logging.getLogger("uketsuke.prune")
 
 
-@app.task(name="tasks.prune_expired")
+@celery.task("tasks.prune_expired")
 def prune_expired() -> None:
     """One tick of the pruning."""
     run_once(clock.now())

@@ -18,7 +18,7 @@ from redis.exceptions import RedisError
 from app import clock, db, outbox, states, status
 from app.config import settings
 from app.outbox import Row
-from tasks.celery import app
+from tasks import celery
 
 log = logging.getLogger("uketsuke.relay")
 
@@ -43,7 +43,7 @@ def publish(row: Row) -> None:
     if row.time_limit_seconds is not None:
         limits = {"soft_time_limit": row.time_limit_seconds,
                   "time_limit": row.time_limit_seconds + _HARD_LIMIT_AFTER_SECONDS}
-    app.tasks[f"tasks.{row.task}"].apply_async(args=[row.target_id], queue=row.queue, retry=False, **limits)
+    celery.app.tasks[f"tasks.{row.task}"].apply_async(args=[row.target_id], queue=row.queue, retry=False, **limits)
 
 
 def drain(publish: Publish, now: Callable[[], datetime] = clock.now) -> int:
@@ -94,7 +94,7 @@ def _record(lease: str, taken: list[int], refused: list[tuple[Row, str]], left: 
                 log.error("the row is parked", extra={"outbox_id": row.id, "target_id": row.target_id})
 
 
-@app.task(name="tasks.relay_outbox")
+@celery.task("tasks.relay_outbox")
 def relay_outbox() -> None:
     """One tick: drains, then again at each wake token until the interval is over."""
     if not _at_once.acquire(blocking=False):

@@ -13,8 +13,7 @@ from app.config import settings
 from app.deliveries import QUEUE as CALLBACKS
 from app.deliveries import Attempt, Delivery
 from app.jobs import Job
-from tasks import deliver_webhook, run_job
-from tasks.celery import app
+from tasks import celery, deliver_webhook, run_job
 
 log = logging.getLogger("uketsuke.rescue")
 
@@ -26,7 +25,7 @@ LOST_AFTER_SECONDS = 10.0
 _free_since: dict[str, datetime] = {}
 
 
-@app.task(name="tasks.rescue_stalled")
+@celery.task("tasks.rescue_stalled")
 def rescue_stalled() -> None:
     """One tick of the rescue."""
     run_once(clock.now(), _free_since)

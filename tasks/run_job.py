@@ -15,16 +15,16 @@ from typing import Any
 from celery.exceptions import SoftTimeLimitExceeded
 from pydantic import BaseModel, ValidationError
 from sqlalchemy import Connection
-from sqlalchemy.exc import DBAPIError, OperationalError
+from sqlalchemy.exc import DBAPIError
+from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from app import clock, db, deliveries, jobs, kinds, outbox, states, status
 from app.config import settings
 from app.deliveries import Delivery
 from app.jobs import Job
 from app.kinds import Kind
-from tasks import backoff
+from tasks import backoff, celery
 from tasks.attempt import Attempt
-from tasks.celery import app
 
 log = logging.getLogger("uketsuke.run")
 
@@ -54,7 +54,7 @@ class Lost(Exception):
     """The attempt was taken from this worker: whatever it did in its transaction must not stand."""
 
 
-@app.task(name="tasks.run_job", acks_late=True)
+@celery.task("tasks.run_job", acks_late=True)
 def run_job(job_id: str) -> None:
     """Runs the next attempt of this job, unless somebody else has it or it is done: a repeated message is harmless."""
     run_once(job_id)
@@ -107,7 +107,7 @@ def _run_in_transaction(held: Job, kind: Kind, attempt: Attempt, now: Callable[[
             ended = _write_end(tx, held, outcome, now())
     except Lost:
         return None if failure is None else _finish(held, failure, now)
-    except DBAPIError as error:
+    except (DBAPIError, PoolTimeout) as error:
         return _finish(held, _failure(error), now)
     status.write(*ended, wake=ended[1] is not None)
     return ended[0]
@@ -138,8 +138,16 @@ def _failure(error: BaseException) -> Failure:
         return Failure("timeout", "the attempt took longer than its kind's time limit", again=True)
     if isinstance(error, ValidationError):
         return Failure("exception", f"the input no longer fits its kind ({error.error_count()} flaws)", again=True)
-    cause = error.orig if isinstance(error, DBAPIError) and error.orig is not None else error  # without the statement
-    return Failure("exception", f"{type(cause).__name__}: {cause}", again=True)
+    if isinstance(error, DBAPIError):
+        return Failure("exception", db.reason(error), again=True)
+    return Failure("exception", f"{type(error).__name__}: {_text(error)}", again=True)
+
+
+def _text(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception:  # a stranger's exception, whose text is broken too
+        return "(its text cannot be read)"
 
 
 def _finish(held: Job, outcome: Outcome, now: Callable[[], datetime]) -> Job | None:
@@ -152,11 +160,12 @@ def _finish(held: Job, outcome: Outcome, now: Callable[[], datetime]) -> Job | N
             break
         except Lost:
             return None
-        except OperationalError:
-            if time.monotonic() > give_up:
-                raise  # the lease runs out, and the rescue decides
-            time.sleep(_FINISH_AGAIN_SECONDS)
-        except DBAPIError as error:
+        except (DBAPIError, PoolTimeout) as error:
+            if db.is_away(error):
+                if time.monotonic() > give_up:
+                    raise  # the lease runs out, and the rescue decides
+                time.sleep(_FINISH_AGAIN_SECONDS)
+                continue
             if not isinstance(outcome, Success):
                 raise
             outcome = _failure(error)  # the end was refused, say by a trigger: that is how this attempt ended

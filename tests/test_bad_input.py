@@ -24,7 +24,8 @@ def problem(answer: Any, status: int, name: str) -> dict:
 
 
 MALFORMED = [
-    b"", b"x", b"{", b'{"n": 5', b'{"n": 5}}', b'{"n": NaN}', b'{"n": Infinity}', b'{"n": -Infinity}', b'{"n": 1e999}',
+    b"", b"x", b'{"a": ' + b"1" * 1001 + b"}",
+    b"{", b'{"n": 5', b'{"n": 5}}', b'{"n": NaN}', b'{"n": Infinity}', b'{"n": -Infinity}', b'{"n": 1e999}',
     b'{"n": -1e999}', b'{"n": 5, "n": 5}', b'{"a": {"b": 1, "b": 2}}', b'{"n": "\xff"}', b'\xff\xfe{\x00}\x00',
     '{"n": 5}'.encode("utf-16"), '{"n": 5}'.encode("utf-8-sig"), b'{"text": "\\ud800"}', b'{"\\udc00": 1}',
     b'{"text": "a\\u0000b"}', b'{"a\\u0000b": 1}', b'{"text": "\x00"}', b'{"n": ' + b"9" * 5000 + b"}",
@@ -43,6 +44,7 @@ def test_what_is_not_strict_json(api: FlaskClient, world: World, path: str, body
 
 INVALID_JOBS = [
     ("null", "#"), ("[]", "#"), ("[1]", "#"), ('"s"', "#"), ("1", "#"), ("true", "#"), ("{}", "#/n"),
+    ('{"n": 5, "a b": 1}', "#/a%20b"),
     ('{"n": -1}', "#/n"), ('{"n": 1000000001}', "#/n"), ('{"n": 99999999999999999999}', "#/n"), ('{"n": true}', "#/n"),
     ('{"n": "5"}', "#/n"), ('{"n": 1.5}', "#/n"), ('{"n": null}', "#/n"), ('{"n": []}', "#/n"),
     ('{"n": 5, "m": 6}', "#/m"), ('{"n": 5, "a/b~c": 6}', "#/a~1b~0c"), ('{"n": 5, "kind": "nope"}', "#/kind"),
@@ -101,6 +103,38 @@ def test_a_body_of_a_mebibyte_and_one_byte(api: FlaskClient, world: World) -> No
                "content_type": "application/json", "environ_overrides": {"wsgi.input_terminated": True}}
     problem(api.post("/jobs", **chunked), 413, "too-large")
     assert world.count("jobs") == 1
+
+
+@one_database
+def test_a_body_that_ends_early_or_is_compressed(api: FlaskClient, world: World) -> None:
+    told = {"wsgi.input_terminated": True, "CONTENT_LENGTH": "100"}
+    answer = api.post("/jobs", input_stream=io.BytesIO(b'{"n": 5}'), content_type="application/json",
+                      environ_overrides=told)
+    problem(answer, 400, "malformed-json")
+    answer = api.post("/jobs", data=b'{"n": 5}', headers={"Content-Encoding": "gzip"}, content_type="application/json")
+    problem(answer, 415, "not-json")
+    assert world.count("jobs") == 0
+
+
+def test_what_the_database_tells_stays_out_of_logs_and_answers(api: FlaskClient, world: World, caplog: Any) -> None:
+    """PostgreSQL repeats the whole row in its error's detail."""
+    if world.dialect == "sqlite":
+        return
+    world.sql("ALTER TABLE jobs ADD CONSTRAINT odd CHECK (input NOT LIKE '%123457%')")
+    problem(api.post("/jobs", json={"n": 123457}), 500, "internal")
+    assert "CheckViolation" in caplog.text + str([record.__dict__ for record in caplog.records])
+    assert "123457" not in str([record.__dict__ for record in caplog.records])
+
+
+def test_a_database_that_cannot_be_written_now_is_unavailable(api: FlaskClient, world: World) -> None:
+    from app import db
+
+    if world.dialect == "sqlite":
+        return
+    database = world.sql("SELECT current_database()")[0][0]
+    world.sql(f"ALTER DATABASE {database} SET default_transaction_read_only = on")
+    db.dispose()
+    problem(api.post("/jobs", json={"n": 5}), 503, "unavailable")
 
 
 @one_database

@@ -29,10 +29,12 @@ def bare(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
 @pytest.mark.parametrize("name,value", [
     ("DATABASE_URL", "mysql://x"), ("DATABASE_URL", "sqlite:///:memory:"), ("REDIS_URL", "localhost"),
     ("BROKER_URL", "sqs://"), ("PORT", "0"), ("PORT", "65536"), ("PORT", "x"), ("LEASE_SECONDS", "0"),
-    ("LEASE_SECONDS", "nan"), ("RELAY_INTERVAL_SECONDS", "-1"), ("CALLBACK_SCHEDULE_SECONDS", ""),
-    ("CALLBACK_SCHEDULE_SECONDS", "1,x"), ("CALLBACK_SCHEDULE_SECONDS", "-1"), ("CALLBACK_PER_HOST", "0"),
-    ("CALLBACK_ALLOW", "127.0.0.1"[:-1] + "x"), ("CALLBACK_ALLOW", "127.0.0.1:0"), ("CALLBACK_ALLOW", "10.0.0.0/33"),
-    ("WORKER_QUEUES", "relay"), ("WORKER_QUEUES", ""), ("WORKER_CONCURRENCY", "0"), ("RESULT_TTL_SECONDS", "0"),
+    ("LEASE_SECONDS", "nan"), ("RELAY_INTERVAL_SECONDS", "-1"), ("CALLBACK_SCHEDULE_SECONDS", "1,x"),
+    ("CALLBACK_SCHEDULE_SECONDS", "-1"), ("CALLBACK_PER_HOST", "0"), ("CALLBACK_ALLOW", "127.0.0.1"[:-1] + "x"),
+    ("CALLBACK_ALLOW", "127.0.0.1:0"), ("CALLBACK_ALLOW", "10.0.0.0/33"), ("WORKER_QUEUES", "relay"),
+    ("HOST", "example.com"), ("DATABASE_URL", "postgresql+psycopg://u@h:bad/x"), ("REDIS_URL", "redis://x/abc"),
+    ("REDIS_URL", "unix:///x"), ("BROKER_URL", "redis://a:b:c"), ("REDIS_URL", "redis://h:notaport/0"),
+    ("WORKER_CONCURRENCY", "0"), ("RESULT_TTL_SECONDS", "0"),
 ])
 def test_a_wrong_value_names_the_variable_the_value_and_what_is_allowed(
     monkeypatch: pytest.MonkeyPatch, name: str, value: str,
@@ -47,7 +49,8 @@ def test_a_wrong_value_names_the_variable_the_value_and_what_is_allowed(
 @pytest.mark.parametrize("name,value", [
     ("CALLBACK_SECRETS", "whsec_c2hvcnQ="), ("CALLBACK_SECRETS", "MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw"),
     ("CALLBACK_SECRETS", SECRET + "!"), ("CALLBACK_SECRETS", "whsec_" + "A" * 200), ("API_TOKENS", "onlyatoken"),
-    ("API_TOKENS", "a:same,b:same"), ("API_TOKENS", "a:x,a:y"), ("API_TOKENS", "a:"),
+    ("API_TOKENS", "a:same,b:same"), ("API_TOKENS", "a:t=k=b"), ("API_TOKENS", "a:tök"),
+    ("API_TOKENS", "everybody:token"), ("API_TOKENS", "a:x,a:y"), ("API_TOKENS", "a:"),
 ])
 def test_a_wrong_secret_is_not_shown(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
     monkeypatch.setenv(name, value)
@@ -65,7 +68,7 @@ def test_an_open_api_stays_on_loopback(monkeypatch: pytest.MonkeyPatch, host: st
     monkeypatch.setenv("HOST", host)
     monkeypatch.setenv("API_TOKENS", tokens)
     if starts:
-        assert config.settings().host == host
+        assert config.settings().host == {"localhost": "127.0.0.1"}.get(host, host)
     else:
         with pytest.raises(WrongSetting, match="API_TOKENS"):
             config.settings()

@@ -15,7 +15,7 @@ import pytest
 from flask.testing import FlaskClient
 from standardwebhooks import Webhook
 
-from app import clock, config, db, deliveries, endpoints, states
+from app import clock, config, db, deliveries, endpoints, states, status
 from app.errors import EndpointRefused
 from hooksink import signature as receiving
 from tasks import backoff, deliver_webhook, egress, rescue_stalled, run_job, signature
@@ -85,6 +85,39 @@ def test_the_bytes_that_were_signed_are_the_ones_sent(api: FlaskClient, world: W
     signed = f"{hook.headers['webhook-id']}.{hook.headers['webhook-timestamp']}.".encode() + hook.body
     expected = base64.b64encode(hmac.new(key, signed, hashlib.sha256).digest()).decode()
     assert hook.headers["webhook-signature"] == f"v1,{expected}"
+
+
+def test_a_callback_never_comes_before_the_state_can_be_read(
+    api: FlaskClient, world: World, receiver: Receiver,
+) -> None:
+    """The worker's write to the view was lost, and what it showed before still stands."""
+    job_id = submit(api, n=5, callback_url=receiver.url)
+    status._away_until = float("inf")
+    run_job.run_once(job_id)
+    (delivery_id,) = world.sql("SELECT id FROM deliveries")[0]
+    assert deliver_webhook.run_once(delivery_id) is None  # Redis is still away: it steps back, no attempt is used
+    assert world.sql("SELECT state, attempts FROM deliveries") == [("pending", 0)]
+    status._away_until = 0.0
+    assert api.get(f"/jobs/{job_id}").json["status"] == "queued"  # stale, for seconds
+    read: list[str] = []
+
+    def respond(handler: Any, count: int) -> None:
+        read.append(api.get(f"/jobs/{job_id}").json["status"])
+        receivers.status(204)(handler, count)
+
+    receiver.respond = respond
+    assert deliver_webhook.run_once(delivery_id).state == "delivered"
+    assert read == ["succeeded"]
+
+
+def test_without_redis_a_callback_waits_until_stale_states_are_forgotten(
+    api: FlaskClient, world: World, receiver: Receiver,
+) -> None:
+    delivery_id = finish(api, receiver.url)
+    status._away_until = float("inf")
+    assert deliver_webhook.run_once(delivery_id) is None
+    assert deliver_webhook.run_once(delivery_id, now=lambda: later(11)).state == "delivered"
+    status._away_until = 0.0
 
 
 def test_a_failed_job_is_told_too(api: FlaskClient, world: World, receiver: Receiver) -> None:

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import fcntl
 import re
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from sqlalchemy.exc import OperationalError
 from app import db, kinds, schema, stack, states
 from app.errors import WrongSetting
 from tests.conftest import World
+from tests.servers import wait_until
 
 ROOT = Path(__file__).parent.parent
 SOURCES = [path for folder in ("app", "tasks", "hooksink") for path in sorted((ROOT / folder).rglob("*.py"))]
@@ -115,6 +117,34 @@ def test_a_writer_that_never_ends_is_not_waited_for_longer_than_promised(world: 
         for thread in threads:
             thread.join()
     assert len(failed) == 10 and max(failed) < 2  # not ten waits, one after the other
+
+
+def test_a_queue_held_elsewhere_costs_one_thread_and_no_more(world: World, monkeypatch: Any) -> None:
+    """A process that hangs in mid-transaction: stopped, or in a long transactional function."""
+    if world.dialect != "sqlite":
+        return
+    monkeypatch.setattr(db, "LOCK_WAIT_SECONDS", 0.3)
+    ended: dict[str, list[float]] = {"failed": [], "written": []}
+    with open(world.url.removeprefix("sqlite:///") + ".turn", "w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        began = time.monotonic()
+
+        def write() -> None:
+            try:
+                world.sql("UPDATE notes SET owner = 'x'")
+                ended["written"].append(time.monotonic() - began)
+            except OperationalError:
+                ended["failed"].append(time.monotonic() - began)
+
+        threads = [threading.Thread(target=write) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        wait_until(lambda: len(ended["failed"]) == 7)
+        assert max(ended["failed"]) < 5 and not ended["written"]
+    for thread in threads:
+        thread.join()
+    assert len(ended["written"]) == 1
+    world.sql("UPDATE notes SET owner = 'x'")
 
 
 def test_an_unknown_word_cannot_be_stored(world: World) -> None:

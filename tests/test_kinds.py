@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from flask.testing import FlaskClient
-from pydantic import BaseModel, Field
+from pydantic import AliasChoices, AliasPath, BaseModel, Field
 
 from app import kinds
 from app.errors import WrongKind
@@ -97,9 +97,20 @@ class Aliased(BaseModel):
     url: str = Field(alias="callback_url")
 
 
+class Chosen(BaseModel):
+    url: str = Field(validation_alias=AliasChoices("url", "callback_url"))
+
+
+class Pathed(BaseModel):
+    url: str = Field(validation_alias=AliasPath("kind", 0))
+
+
 @pytest.mark.parametrize("name,model,limits,words", [
     ("primes", Anything, {}, "taken by tasks.primes"), ("x y", Anything, {}, "a name is"), ("", Anything, {}, "a name"),
     ("k", Kinded, {}, "a member called kind"), ("k", Aliased, {}, "a member called callback_url"),
+    ("k", Chosen, {}, "a member called callback_url"), ("k", Pathed, {}, "a member called kind"),
+    ("k", Anything, {"time_limit": float("nan")}, "time_limit"), ("k", Anything, {"time_limit": 10**9}, "time_limit"),
+    ("k", Anything, {"queue": "q" * 101}, "queue"), ("k", Anything, {"queue": ""}, "queue"),
     ("k", Anything, {"max_attempts": 0}, "max_attempts"), ("k", Anything, {"time_limit": 0}, "time_limit"),
     ("k", Anything, {"queue": "relay"}, "queue"),
 ])
@@ -114,7 +125,7 @@ def test_a_kind_that_cannot_be_registered(
 
 
 @pytest.mark.parametrize("program,words", [
-    ("raise RuntimeError('broken')", "RuntimeError: broken"),
+    ("raise RuntimeError('broken\\ntwice')", "RuntimeError: broken"), ("raise SystemExit(0)", "SystemExit: 0"),
     ("from app.kinds import kind\nfrom pydantic import BaseModel\n"
      "class M(BaseModel): pass\nkind('primes', M)(print)", "is taken by tasks.primes"),
     (None, "No module named 'strange'"),

@@ -186,6 +186,17 @@ def test_a_stale_hash_of_an_unfinished_job_heals(api: FlaskClient, world: World)
     assert world.redis.hget(f"job:{job_id}", "status") == "succeeded"  # rebuilt
 
 
+@pytest.mark.parametrize("document", [
+    "garbage", "5", "[]", "{}", b"\xff\xfe", '{"job_id": "other", "status": "failed"}'])
+def test_a_hash_that_cannot_be_read_is_none(api: FlaskClient, world: World, document: Any) -> None:
+    job_id = submit(api, n=5)
+    world.redis.hset(f"job:{job_id}", "document", document)
+    assert api.get(f"/jobs/{job_id}").json["status"] == "queued"
+    world.redis.delete(f"job:{job_id}")
+    world.redis.set(f"job:{job_id}", "not a hash")
+    assert api.get(f"/jobs/{job_id}").json["status"] == "queued"
+
+
 def test_every_hash_has_a_time_to_live(api: FlaskClient, world: World) -> None:
     for _ in range(3):
         run_job.run_once(submit(api, n=5))

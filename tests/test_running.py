@@ -116,6 +116,16 @@ def test_a_result_is_any_json(api: FlaskClient, world: World, value: Any) -> Non
     assert api.get(f"/jobs/{job_id}").json["result"] == value
 
 
+class Broken(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError
+
+
+def test_an_exception_whose_text_is_broken_ends_like_any_other(api: FlaskClient, world: World) -> None:
+    with a_kind(lambda input, job: (_ for _ in ()).throw(Broken()), max_attempts=1) as kind:
+        assert run_to_end(submit(api, kind)).error_message == "Broken: (its text cannot be read)"
+
+
 def test_an_attempt_that_was_lost_cannot_finish(api: FlaskClient, world: World) -> None:
     """The fence: a worker that was frozen for longer than its lease comes back to a job that another one has."""
     def frozen(input: Any, job: kinds.Job) -> str:

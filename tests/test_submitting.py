@@ -113,6 +113,15 @@ def test_a_key_stands_for_one_request(api: FlaskClient, world: World, other: dic
     assert (world.count("jobs"), world.count("notes")) == (1, 0)
 
 
+def test_a_repetition_is_answered_even_if_it_would_be_refused_now(api: FlaskClient, world: World) -> None:
+    world.set(CALLBACK_ALLOW="127.0.0.1:9")
+    body = {"n": 5, "callback_url": "http://127.0.0.1:9/"}
+    first = api.post("/jobs", json=body, headers={"Idempotency-Key": "k"})
+    world.set(CALLBACK_ALLOW="")
+    assert api.post("/jobs", json=body, headers={"Idempotency-Key": "k"}).data == first.data
+    assert api.post("/jobs", json=body).status_code == 422
+
+
 def test_a_refused_request_leaves_its_key_free(api: FlaskClient, world: World) -> None:
     assert api.post("/jobs", json={"n": -1}, headers={"Idempotency-Key": "k"}).status_code == 422
     assert world.count("idempotency_keys") == 0

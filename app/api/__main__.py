@@ -7,7 +7,7 @@ import sys
 from granian import Granian
 from granian.constants import Interfaces
 
-from app import config, db, embedded, kinds, logs
+from app import config, db, kinds, logs, ports
 from app.errors import UketsukeError, WrongSetting
 
 log = logging.getLogger("uketsuke.api")
@@ -18,10 +18,10 @@ def main() -> int:
     try:
         settings = config.settings()
         kinds.registry()
-        if not embedded.is_free(settings.host, settings.port):
+        if not ports.is_free(settings.host, settings.port):
             raise WrongSetting(f"port {settings.port} is taken: choose another with PORT")
         db.check_tables()
-    except UketsukeError as error:
+    except (UketsukeError, OSError) as error:
         print(f"web: {error}", file=sys.stderr)
         return 2
     logs.configure("web")

@@ -4,17 +4,20 @@ from __future__ import annotations
 import json
 import re
 from typing import Any
+from urllib.parse import quote
 
 from flask import request
 from pydantic import ValidationError
 
-from app import endpoints
+from app import endpoints, idempotency
 from app.api.problems import Problem
 from app.errors import EndpointRefused, Flaw, InvalidInput
+from app.submissions import Key
 
 MAX_BODY_BYTES = 1024 * 1024
 MAX_DEPTH = 32
 _READ_BYTES = 64 * 1024
+_MAX_DIGITS = 1000
 # A text is passed over whole, an unended one too: linear in the length of whatever was sent.
 _BRACKETS = re.compile(r'"(?:[^"\\]++|\\.)*+"?|[\[\]{}]', re.DOTALL)
 _BARE_KEY = re.compile(r"[\x20-\x7e]{1,255}")
@@ -24,6 +27,8 @@ _QUOTED_KEY = re.compile(r'"((?:[\x20\x21\x23-\x5b\x5d-\x7e]|\\["\\])*)"')  # RF
 def read_object() -> dict[str, Any]:
     """The request's body as a JSON object. Raises Problem: `not-json`, `too-large`, `malformed-json`; and InvalidInput
     for JSON that is no object."""
+    if request.headers.get("Content-Encoding", "identity").lower() != "identity":
+        raise Problem("not-json", "a compressed body is not taken")
     if request.mimetype != "application/json":
         raise Problem("not-json", f"Content-Type is {request.mimetype or 'missing'!r}, application/json is needed")
     value = _parse(_read())
@@ -44,6 +49,8 @@ def _read() -> bytes:
         size += len(chunk)
         if size > MAX_BODY_BYTES:
             raise too_large
+    if size < (request.content_length or 0):
+        raise Problem("malformed-json", f"the body ended after {size} of {request.content_length} bytes")
     return b"".join(read)
 
 
@@ -52,7 +59,7 @@ def _parse(body: bytes) -> Any:
         text = body.decode("utf-8")
         _refuse_depth(text)
         value = json.loads(
-            text, object_pairs_hook=_members, parse_constant=_refuse_constant, parse_float=_finite, parse_int=int)
+            text, object_pairs_hook=_members, parse_constant=_refuse_constant, parse_float=_finite, parse_int=_whole)
         _refuse_texts(value)
         return value
     except UnicodeDecodeError as error:
@@ -86,6 +93,12 @@ def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is not JSON")
 
 
+def _whole(text: str) -> int:
+    if len(text) > _MAX_DIGITS:
+        raise ValueError("a number is too long")
+    return int(text)
+
+
 def _finite(text: str) -> float:
     number = float(text)
     if number in (float("inf"), float("-inf")):
@@ -112,17 +125,23 @@ def _refuse_texts(value: Any) -> None:
                 _refuse_texts(member)
 
 
-def idempotency_key() -> str | None:
-    """The request's Idempotency-Key, without the quotes of a structured-field string. Raises Problem
+def key_of(body: dict[str, Any]) -> Key | None:
+    """The request's Idempotency-Key, with the fingerprint of the request that it stands for. Raises Problem
     `bad-idempotency-key`."""
-    given = request.headers.getlist("Idempotency-Key")
-    if not given:
+    text = _key_text()
+    return None if text is None else Key(text, idempotency.fingerprint(request.method, str(request.url_rule), body))
+
+
+def _key_text() -> str | None:
+    """The key, without the quotes of a structured-field string."""
+    given = request.headers.get("Idempotency-Key")
+    if given is None:
         return None
-    text = given[0].strip(" \t")
+    text = given.strip(" \t")
     quoted = _QUOTED_KEY.fullmatch(text)
     key = re.sub(r"\\(.)", r"\1", quoted[1]) if quoted else text
-    if len(given) > 1 or not _BARE_KEY.fullmatch(key) or (text.startswith('"') and not quoted):
-        raise Problem("bad-idempotency-key", "1 to 255 printable ASCII characters in one header are needed")
+    if not _BARE_KEY.fullmatch(key) or (text.startswith('"') and not quoted):
+        raise Problem("bad-idempotency-key", "1 to 255 printable ASCII characters are needed")
     return key
 
 
@@ -147,4 +166,5 @@ def flaws(error: ValidationError) -> InvalidInput:
 
 
 def _pointer(place: tuple[int | str, ...]) -> str:
-    return "#" + "".join("/" + str(step).replace("~", "~0").replace("/", "~1") for step in place)
+    escaped = (str(step).replace("~", "~0").replace("/", "~1") for step in place)
+    return "#" + "".join("/" + quote(step, safe="!$&'()*+,;=:@?") for step in escaped)

@@ -7,34 +7,33 @@ from typing import Any
 from flask import Blueprint, Response
 from pydantic import ValidationError
 
-from app import clock, db, deliveries, idempotency, ids, jobs, kinds, retention, status, submissions
-from app.api import door, tokens
+from app import clock, db, deliveries, ids, jobs, kinds, retention, states, status, submissions
+from app.api import answers, door, tokens
 from app.errors import Expired, Flaw, InvalidInput, NotFound
 from app.jobs import Job
 from app.kinds import Kind
-from app.submissions import Key, Receipt
 
 blueprint = Blueprint("jobs", __name__)
 
 _DEFAULT_KIND = "primes"
-_RETRY_AFTER_SECONDS = 1  # nothing better is known
 
 
 @blueprint.post("/jobs")
 def submit() -> Response:
     """Accepts a job: 202 once it is committed."""
-    key = door.idempotency_key()
-    members = door.read_object()
-    kind = _kind(members.pop("kind", _DEFAULT_KIND))
+    given = {"kind": _DEFAULT_KIND, **door.read_object()}
+    key = door.key_of(given)
+    if (first := submissions.replay(tokens.owner(), key)) is not None:
+        return answers.accepted(first)
+    members = dict(given)
+    kind = _kind(members.pop("kind"))
     callback_url = door.callback_url(members)
     try:
         kinds.read_input(kind, json.dumps(members))
     except ValidationError as error:
         raise door.flaws(error) from None
-    request = {"kind": kind.name, "input": members, "callback_url": callback_url}
-    receipt = submissions.submit_job(
-        tokens.owner(), kind, members, callback_url, bind("/jobs", key, request), clock.now())
-    return accepted(receipt)
+    return answers.accepted(
+        submissions.submit_job(tokens.owner(), kind, members, callback_url, key, clock.now()))
 
 
 def _kind(name: Any) -> Kind:
@@ -44,23 +43,6 @@ def _kind(name: Any) -> Kind:
     return offered[name]
 
 
-def bind(path: str, key: str | None, request: dict[str, Any]) -> Key | None:
-    """The key with the fingerprint of the request that it stands for."""
-    return None if key is None else Key(key, idempotency.fingerprint("POST", path, request))
-
-
-def accepted(receipt: Receipt) -> Response:
-    """202, the same for every repetition of a key (RFC 9110 15.3.3)."""
-    headers = {"Location": jobs.path(receipt.job_id), "Retry-After": str(_RETRY_AFTER_SECONDS)}
-    if receipt.note_id is not None:
-        headers["Link"] = f'</notes/{receipt.note_id}>; rel="related"'
-    if receipt.replayed:
-        headers["Idempotent-Replayed"] = "true"
-    response = Response(receipt.body, 202, headers, content_type="application/json")
-    response.autocorrect_location_header = False
-    return response
-
-
 @blueprint.get("/jobs/<job_id>")
 def poll(job_id: str) -> Response:
     """The job as it is, from the view when that knows it, else from SQL."""
@@ -68,11 +50,15 @@ def poll(job_id: str) -> Response:
         raise NotFound("no job has this id")
     shown = status.read(job_id)
     if shown is None:
-        job, document = _from_sql(job_id)
-        return _answer(document, job.final)
-    if shown.owner != tokens.owner():
+        document = _from_sql(job_id)
+    elif shown.owner == tokens.owner():
+        document = shown.document
+    else:
         raise NotFound("no job has this id")
-    return _answer(shown.document, "finished_at" in shown.document)
+    answer = answers.of_json(document)
+    if document["status"] not in states.FINAL:
+        answer.headers["Retry-After"] = str(answers.RETRY_AFTER_SECONDS)
+    return answer
 
 
 @blueprint.get("/jobs/<job_id>/deliveries")
@@ -83,30 +69,25 @@ def list_deliveries(job_id: str) -> Response:
     _from_sql(job_id)
     with db.reading() as view:
         attempts = deliveries.attempts_of_job(view, job_id)
-    return _json({"deliveries": [deliveries.attempt_as_document(attempt) for attempt in attempts]})
+    return answers.of_json({"deliveries": [deliveries.attempt_as_document(attempt) for attempt in attempts]})
 
 
-def _from_sql(job_id: str) -> tuple[Job, dict[str, Any]]:
+def _from_sql(job_id: str) -> dict[str, Any]:
     """SQL's answer, put back into the view. Raises NotFound and Expired."""
     with db.reading() as view:
-        job = jobs.find(view, job_id)
+        job = _readable(jobs.find(view, job_id))
         if job is None:
             raise retention.find_tombstone(view, job_id, tokens.owner()) or NotFound("no job has this id")
         delivery = None if job.callback_url is None else deliveries.latest_of_job(view, job_id)
-    if job.owner != tokens.owner():
-        raise NotFound("no job has this id")
-    if job.expires_at is not None and job.finished_at is not None and job.expires_at <= clock.now():
-        raise Expired(job.id, job.kind, job.status, job.finished_at, job.expires_at)
     status.write(job, delivery)
-    return job, status.document(job, delivery)
+    return status.document(job, delivery)
 
 
-def _answer(document: dict[str, Any], final: bool) -> Response:
-    response = _json(document)
-    if not final:
-        response.headers["Retry-After"] = str(_RETRY_AFTER_SECONDS)
-    return response
-
-
-def _json(document: dict[str, Any]) -> Response:
-    return Response(json.dumps(document, ensure_ascii=False) + "\n", content_type="application/json")
+def _readable(job: Job | None) -> Job | None:
+    """The job, when it is this owner's. Raises NotFound and Expired."""
+    if job is not None and job.owner != tokens.owner():
+        raise NotFound("no job has this id")
+    if job is not None and job.expires_at is not None and job.finished_at is not None:
+        if job.expires_at <= clock.now():
+            raise Expired(job.id, job.kind, job.status, job.finished_at, job.expires_at)
+    return job

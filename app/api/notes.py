@@ -1,15 +1,13 @@
 """`/notes`: a note is kept at once, its history is written later."""
 from __future__ import annotations
 
-import json
 from typing import Annotated
 
 from flask import Blueprint, Response
 from pydantic import BaseModel, Field, ValidationError
 
 from app import clock, db, kinds, notes, submissions
-from app.api import door, tokens
-from app.api.jobs import accepted, bind
+from app.api import answers, door, tokens
 from app.clock import isoformat
 from app.errors import NotFound
 from app.notes import Note
@@ -26,24 +24,25 @@ class NewNote(BaseModel):
 @blueprint.post("/notes")
 def submit() -> Response:
     """Keeps a note and accepts its history job: 202 once both are committed."""
-    key = door.idempotency_key()
-    members = door.read_object()
+    given = door.read_object()
+    key = door.key_of(given)
+    if (first := submissions.replay(tokens.owner(), key)) is not None:
+        return answers.accepted(first)
+    members = dict(given)
     callback_url = door.callback_url(members)
     try:
         new = NewNote.model_validate(members, strict=True, extra="forbid")
     except ValidationError as error:
         raise door.flaws(error) from None
-    request = {"text": new.text, "callback_url": callback_url}
-    receipt = submissions.submit_note(
-        tokens.owner(), new.text, kinds.registry()["history"], callback_url, bind("/notes", key, request), clock.now())
-    return accepted(receipt)
+    return answers.accepted(submissions.submit_note(
+        tokens.owner(), new.text, kinds.registry()["history"], callback_url, key, clock.now()))
 
 
 @blueprint.get("/notes/<note_id>")
 def show(note_id: str) -> Response:
     """The note."""
     note = _find(note_id)
-    return _json({"id": note.id, "text": note.text, "created_at": isoformat(note.created_at)})
+    return answers.of_json({"id": note.id, "text": note.text, "created_at": isoformat(note.created_at)})
 
 
 @blueprint.get("/notes/<note_id>/events")
@@ -52,7 +51,7 @@ def events(note_id: str) -> Response:
     note = _find(note_id)
     with db.reading() as view:
         found = notes.events(view, note.id)
-    return _json({"events": [
+    return answers.of_json({"events": [
         {"kind": event.kind, "job_id": event.job_id, "at": isoformat(event.at)} for event in found]})
 
 
@@ -64,7 +63,3 @@ def _find(text: str) -> Note:
     if note is None or note.owner != tokens.owner():
         raise NotFound("no note has this id")
     return note
-
-
-def _json(document: dict[str, object]) -> Response:
-    return Response(json.dumps(document, ensure_ascii=False) + "\n", content_type="application/json")

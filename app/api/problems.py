@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from flask import Blueprint, Flask, Response, g, render_template_string, request
-from sqlalchemy.exc import DBAPIError, OperationalError
+from sqlalchemy.exc import DBAPIError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 from werkzeug.exceptions import HTTPException
 
-from app import errors
+from app import db, errors, logs
 from app.clock import isoformat
 
 log = logging.getLogger("uketsuke.api")
@@ -34,7 +34,7 @@ TABLE: dict[str, Entry] = {
     "malformed-json": Entry(400, "The body is not JSON", "Send one JSON object in UTF-8: no NaN or Infinity, no member "
                             "twice, no NUL or lone surrogate in a text, no more than 32 levels deep."),
     "bad-idempotency-key": Entry(400, "The Idempotency-Key cannot be used", "1 to 255 printable ASCII characters, bare "
-                                 "or as a quoted string, in one header."),
+                                 "or as a quoted string."),
     "bad-request": Entry(400, "The request cannot be understood", "See the detail."),
     "unauthorized": Entry(401, "A token is needed", "Send Authorization: Bearer with a token of this service."),
     "not-found": Entry(404, "There is no such thing", "The address is wrong, the thing never existed, it belongs to "
@@ -48,10 +48,9 @@ TABLE: dict[str, Entry] = {
                            "the body and what is wrong there."),
     "key-reused": Entry(422, "The Idempotency-Key stands for another request", "A key belongs to one request. The "
                         "original's address is in the problem's location."),
-    "internal": Entry(500, "Something went wrong here", "Nothing of the request was kept. With an Idempotency-Key it "
-                      "can be repeated safely."),
-    "unavailable": Entry(503, "The database is not available", "Nothing of the request was kept. Repeat it after "
-                         "Retry-After seconds."),
+    "internal": Entry(500, "Something went wrong here", "With an Idempotency-Key the request can be repeated safely."),
+    "unavailable": Entry(503, "The database is not available", "Repeat the request after Retry-After seconds; with an "
+                         "Idempotency-Key that is safe even when its answer was lost."),
 }
 _BY_STATUS = {400: "bad-request", 404: "not-found", 405: "method-not-allowed", 413: "too-large", 415: "not-json"}
 
@@ -108,23 +107,25 @@ def as_problem(error: errors.UketsukeError) -> Problem:
             return Problem("expired", str(error), {
                 "job_id": error.job_id, "kind": error.kind, "job_status": error.status,
                 "finished_at": isoformat(error.finished_at), "expired_at": isoformat(error.expired_at)})
-    log.error("an exception without a problem", exc_info=error, extra={"request_id": g.get("request_id")})
+    _log_unexpected(error)
     return Problem("internal", TABLE["internal"].title)
 
 
 def _from_database(error: Exception) -> Response:
     """Away, locked or overloaded: come back. Anything else that it refuses is ours to mend."""
-    cause = getattr(error, "orig", None) or error
-    log.error("the database refused", extra={
-        "request_id": g.get("request_id"), "error": f"{type(cause).__name__}: {cause}"})
-    if isinstance(error, OperationalError | PoolTimeout):
-        return answer(Problem("unavailable", "the database did not answer in time; nothing was kept"))
+    log.error("the database refused", extra={"request_id": g.get("request_id"), "error": db.reason(error)})
+    if db.is_away(error):
+        return answer(Problem("unavailable", "the database cannot be used now"))
     return answer(Problem("internal", "the database refused the change; nothing was kept"))
 
 
 def _from_anything(error: Exception) -> Response:
-    log.error("an unexpected exception", exc_info=error, extra={"request_id": g.get("request_id")})
-    return answer(Problem("internal", "an unexpected error; nothing of the request was kept"))
+    _log_unexpected(error)
+    return answer(Problem("internal", "an unexpected error"))
+
+
+def _log_unexpected(error: Exception) -> None:
+    log.error("an unexpected exception", extra={"request_id": g.get("request_id"), **logs.where(error)})
 
 
 def handle_all(app: Flask) -> None:

@@ -7,9 +7,8 @@ from typing import Any
 from flask import g, request
 from flask_httpauth import HTTPTokenAuth
 
-from app.config import settings
+from app.config import EVERYBODY, settings
 
-EVERYBODY = "everybody"
 _OPEN_ENDPOINTS = ("health.", "problems.")
 
 _auth = HTTPTokenAuth(scheme="Bearer", realm="uketsuke")
