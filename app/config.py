@@ -76,7 +76,7 @@ class Settings(BaseSettings):
     prune_interval_seconds: float = Field(60, gt=0, le=86_400)
     worker_concurrency: int = Field(default_factory=lambda: os.cpu_count() or 1, ge=1, le=1024)
     worker_queues: Texts = ("q:jobs2",)
-    courier_concurrency: int = Field(16, ge=4, le=1024)  # threads that wait on the network
+    courier_concurrency: int = Field(64, ge=4, le=1024)  # threads that wait on the network
     broker_visibility_timeout_seconds: int = Field(3600, ge=5)  # Redis brokers only; no promise hangs on it
 
     @model_validator(mode="before")

@@ -6,13 +6,14 @@ from datetime import datetime
 from typing import Any
 from urllib.parse import urlsplit
 
-from sqlalchemy import Connection, bindparam, func, insert, select, update
+from sqlalchemy import Connection, bindparam, exists, func, insert, select, text, update
 
 from app import outbox, states
 from app.clock import isoformat
 from app.ids import new_id
 from app.jobs import Job, storable
 from app.schema import deliveries, delivery_attempts
+from app.schema import outbox as outbox_table
 
 QUEUE = "callbacks"
 EXCERPT_CHARACTERS = 1024
@@ -128,25 +129,54 @@ def stage(tx: Connection, delivery_id: str, available_at: datetime, now: datetim
     outbox.stage(tx, states.DELIVER_WEBHOOK, delivery_id, QUEUE, now, available_at)
 
 
+_hold_host = text("SELECT pg_advisory_xact_lock(hashtextextended(:host, 0))")
 _count_sending = select(func.count()).where(
     deliveries.c.host == bindparam("to_host"), deliveries.c.state == states.SENDING,
     deliveries.c.leased_until > bindparam("now"))
-_claim = update(deliveries).where(
-    deliveries.c.id == bindparam("delivery_id"), deliveries.c.state == states.PENDING,
-    deliveries.c.next_attempt_at <= bindparam("now"),
-).values(
+_due = (deliveries.c.state == states.PENDING, deliveries.c.next_attempt_at <= bindparam("now"))
+_claim = update(deliveries).where(deliveries.c.id == bindparam("delivery_id"), *_due).values(
     state=states.SENDING, attempts=deliveries.c.attempts + 1, next_attempt_at=None, leased_until=bindparam("until"),
 ).returning(*_columns)
+_is_due = select(deliveries.c.id).where(deliveries.c.id == bindparam("delivery_id"), *_due)
 
 
-def count_sending(tx: Connection, host: str, now: datetime) -> int:
-    """How many attempts to this host are under way."""
-    return tx.execute(_count_sending, {"to_host": host, "now": now}).scalar_one()
+def claim(
+    tx: Connection, known: Delivery, now: datetime, leased_until: datetime, per_host: int,
+) -> Delivery | None:
+    """pending → sending: claims the next try. None when it is not due, another sender has it, or `per_host` attempts to
+    its host are under way: then it waits without a message, and the end of one of those stages it (see `record`)."""
+    _hold(tx, known.host)
+    if tx.execute(_is_due, {"delivery_id": known.id, "now": now}).first() is None:
+        return None
+    outbox.settle(tx, states.DELIVER_WEBHOOK, known.id)
+    if tx.execute(_count_sending, {"to_host": known.host, "now": now}).scalar_one() >= per_host:
+        return None
+    return _delivery(tx.execute(_claim, {"delivery_id": known.id, "now": now, "until": leased_until}).first())
 
 
-def claim(tx: Connection, delivery_id: str, now: datetime, leased_until: datetime) -> Delivery | None:
-    """pending → sending: claims the next try. None when it is not due, or another sender has it."""
-    return _delivery(tx.execute(_claim, {"delivery_id": delivery_id, "now": now, "until": leased_until}).first())
+def _hold(tx: Connection, host: str) -> None:
+    """Until the transaction ends, nobody else counts or changes this host's attempts (SQLite has one writer anyway)."""
+    if tx.dialect.name == "postgresql":
+        tx.execute(_hold_host, {"host": host})
+
+
+_staged = exists().where(outbox_table.c.task == states.DELIVER_WEBHOOK, outbox_table.c.target_id == deliveries.c.id)
+_next_of_host = select(deliveries.c.id).where(deliveries.c.host == bindparam("to_host"), *_due, ~_staged).order_by(
+    deliveries.c.next_attempt_at).limit(1)
+_sending = deliveries.alias("sending")
+_overlooked = select(deliveries.c.id).where(
+    deliveries.c.state == states.PENDING, deliveries.c.next_attempt_at < bindparam("before"), ~_staged,
+    ~exists().where(_sending.c.host == deliveries.c.host, _sending.c.state == states.SENDING),
+).order_by(deliveries.c.next_attempt_at).limit(100)
+
+
+def stage_overlooked(tx: Connection, before: datetime, now: datetime) -> int:
+    """Stages at most 100 deliveries that have been due since then although no message, and no attempt to their host, is
+    under way; returns how many."""
+    found = list(tx.execute(_overlooked, {"before": before}).scalars())
+    for delivery_id in found:
+        stage(tx, delivery_id, now, now)
+    return len(found)
 
 
 _record = update(deliveries).where(
@@ -162,10 +192,12 @@ _append = insert(delivery_attempts)
 def record(
     tx: Connection, held: Delivery, tried: Attempt, becomes: str, next_attempt_at: datetime | None, now: datetime,
 ) -> Delivery | None:
-    """sending → `becomes`, with the row of this try; when that is pending, its next message is staged too.
+    """sending → `becomes`, with the row of this try; when that is pending, its next message is staged too. Whoever
+    waited longest for this host gets the slot that is free now.
 
     None, and nothing written, when the attempt is no longer this sender's.
     """
+    _hold(tx, held.host)
     ended = None if becomes in states.UNFINISHED_DELIVERIES else now
     after = _delivery(tx.execute(_record, {
         "delivery_id": held.id, "held": held.attempts, "becomes": becomes, "due": next_attempt_at, "ended": ended,
@@ -178,6 +210,9 @@ def record(
         "excerpt": None if tried.excerpt is None else storable(tried.excerpt[:EXCERPT_CHARACTERS])})
     if next_attempt_at is not None:
         stage(tx, held.id, next_attempt_at, now)
+    waiting = tx.execute(_next_of_host, {"to_host": held.host, "now": now}).scalar_one_or_none()
+    if waiting is not None:
+        stage(tx, waiting, now, now)
     return after
 
 

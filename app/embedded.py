@@ -39,6 +39,21 @@ def settle_port() -> int:
     return port
 
 
+def claim_data() -> int:
+    """Takes the server's data for this process and whatever it becomes; returns the open lock. Raises WrongSetting when
+    another server has it: two of them would write to the same file."""
+    folder = config.settings().var_dir / "redis"
+    folder.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(folder / "server.lock", os.O_CREAT | os.O_RDWR, 0o600)
+    os.set_inheritable(descriptor, True)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise WrongSetting(f"a server is already running on {folder}: stop it, or choose another VAR_DIR") from None
+    return descriptor
+
+
 @contextmanager
 def _locked() -> Iterator[Path]:
     folder = config.settings().var_dir
@@ -83,6 +98,7 @@ def main() -> int:
             print("REDIS_URL is given: no embedded server", flush=True)
             signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
             signal.pause()
+        claim_data()
         port = settle_port()
         argv = command(port, config.settings().var_dir / "redis")
     except (WrongSetting, OSError) as error:

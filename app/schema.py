@@ -162,6 +162,8 @@ deliveries = Table(
     CheckConstraint("(state = 'pending') = (next_attempt_at IS NOT NULL)", name="pending_is_due"),
     CheckConstraint("(state = 'sending') = (leased_until IS NOT NULL)", name="sending_has_lease"),
     _partial("ix_deliveries_sending_host", "host", where="state = 'sending'"),
+    _partial("ix_deliveries_pending_host", "host", "next_attempt_at", where="state = 'pending'"),
+    _partial("ix_deliveries_next_attempt_at", "next_attempt_at", where="state = 'pending'"),
     _partial("ix_deliveries_leased_until", "leased_until", where="state = 'sending'"),
     Index("ix_deliveries_job_id", "job_id"),
 )

@@ -125,6 +125,7 @@ def run(names: Sequence[str]) -> int:
     kinds.registry()
     check_ports(settings, list(lines))
     if "redis" in lines:
+        os.close(embedded.claim_data())  # just asked: the line itself keeps it
         embedded.settle_port()
     migrate()
     config.callback_secrets()
@@ -133,6 +134,7 @@ def run(names: Sequence[str]) -> int:
     for name, line in lines.items():
         manager.add_process(name, line)
     print(banner(settings, list(lines)), flush=True)
+    signal.signal(signal.SIGHUP, lambda *_: os.kill(os.getpid(), signal.SIGTERM))  # the terminal was closed
     manager.loop()
     asked_for = {known["rc"] for known in honcho.manager.SIGNALS.values()}
     return 0 if manager.returncode in asked_for else int(manager.returncode or 1)

@@ -167,9 +167,10 @@ def _wake(pipe: Any) -> None:
 
 @functools.lru_cache(maxsize=2)
 def _waiting_client(pid: int) -> redis.Redis:
+    longest = config.settings().relay_interval_seconds + _ANSWER_SECONDS  # a half-open connection must not hold it
     return redis.Redis.from_url(
-        config.redis_url(), decode_responses=True, socket_timeout=None, socket_connect_timeout=_ANSWER_SECONDS,
-        retry=Retry(NoBackoff(), 0), max_connections=64)
+        config.redis_url(), decode_responses=True, socket_timeout=longest, socket_connect_timeout=_ANSWER_SECONDS,
+        socket_keepalive=True, retry=Retry(NoBackoff(), 0), max_connections=64)
 
 
 def wait_for_wake(seconds: float) -> bool:

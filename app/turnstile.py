@@ -43,6 +43,7 @@ class Turnstile:
                 fcntl.flock(descriptor, fcntl.LOCK_EX)
                 yield
             finally:
+                fcntl.flock(descriptor, fcntl.LOCK_UN)  # a child forked meanwhile holds the same open file
                 os.close(descriptor)
         finally:
             self._leave()

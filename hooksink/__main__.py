@@ -10,6 +10,8 @@ from granian import Granian
 from granian.constants import Interfaces
 from granian.log import LogLevels
 
+from hooksink import server
+
 HOST = "127.0.0.1"
 DEFAULT_PORT = 8141
 THREADS = 64  # a slow hook holds one
@@ -21,6 +23,11 @@ def main() -> int:
     given = os.environ.get("HOOKSINK_PORT") or str(DEFAULT_PORT)
     if not given.isascii() or not given.isdigit() or not 1 <= int(given) <= 65535:
         print(f"hooksink: HOOKSINK_PORT={given!r} cannot be used: 1 to 65535", file=sys.stderr)
+        return 2
+    try:
+        server.check()
+    except (ValueError, OSError) as error:
+        print(f"hooksink: {error}", file=sys.stderr)
         return 2
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

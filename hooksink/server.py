@@ -26,12 +26,23 @@ def secrets() -> tuple[str, ...]:
     return (kept.read_text().strip(),) if kept.exists() else ()
 
 
+def log_path() -> Path:
+    """HOOK_LOG, or hook.log in `var/`."""
+    return Path(os.environ.get("HOOK_LOG") or Path(os.environ.get("VAR_DIR") or "var") / "hook.log")
+
+
+def check() -> None:
+    """Raises ValueError or OSError, with one line, when the secrets or the log cannot be used."""
+    if not all(signature.is_secret(secret) for secret in secrets()):
+        raise ValueError("CALLBACK_SECRETS=(hidden) cannot be used: whsec_ and base64, comma separated")
+    Journal(log_path())
+
+
 def create_app() -> Flask:
-    """A WSGI application that logs to HOOK_LOG (default `var/hook.log`)."""
+    """A WSGI application that logs to HOOK_LOG."""
     app = Flask("hooksink", static_folder=None)
     app.config["MAX_CONTENT_LENGTH"] = MAX_BODY_BYTES
-    default = Path(os.environ.get("VAR_DIR") or "var") / "hook.log"
-    journal = Journal(Path(os.environ.get("HOOK_LOG") or default))
+    journal = Journal(log_path())
     hits: Counter[tuple[int, str]] = Counter()
     counting = threading.Lock()
 

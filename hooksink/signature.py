@@ -30,6 +30,11 @@ def verify(headers: Mapping[str, str], body: bytes, secrets: Iterable[str], now:
     return "no signature matches"
 
 
+def is_secret(secret: str) -> bool:
+    """Whether a text is `whsec_` and base64."""
+    return secret.startswith("whsec_") and bool(_decoded(secret.removeprefix("whsec_")))
+
+
 def _key(secret: str) -> bytes:
     return base64.b64decode(secret.removeprefix("whsec_"))
 

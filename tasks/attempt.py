@@ -69,7 +69,7 @@ class Attempt:
         while not self._ended.wait(min(lease / 6, status.UNFINISHED_TTL_SECONDS / 2)):
             try:
                 self._extend(lease)
-            except SQLAlchemyError as error:  # tried again at the next beat, as long as the lease stands
+            except (SQLAlchemyError, OSError) as error:  # tried again at the next beat, as long as the lease stands
                 log.warning("the lease could not be extended", extra={"job_id": self.id, "error": type(error).__name__})
             if self._lost.is_set() and not self._ended.wait(1):  # not just finished a moment ago
                 log.warning("the attempt is no longer ours", extra={"job_id": self.id, "attempt": self.attempt})

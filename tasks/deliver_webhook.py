@@ -10,9 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
-from sqlalchemy import Connection
-
-from app import clock, config, db, deliveries, jobs, outbox, states, status
+from app import clock, config, db, deliveries, jobs, states, status
 from app.clock import isoformat
 from app.config import settings
 from app.deliveries import Attempt, Delivery
@@ -26,7 +24,7 @@ log = logging.getLogger("uketsuke.deliver")
 # Answers that the same request will get again.
 PERMANENT = frozenset({400, 401, 403, 404, 405, 410, 413, 415, 422})
 _LEASE_MARGIN_SECONDS = 15.0  # beyond the attempt's own deadline: connecting and recording
-_STEP_BACK_SECONDS = 1.0  # a delivery whose host, or whose courier, is busy comes back so much later
+_STEP_BACK_SECONDS = 1.0  # a delivery that the courier has no thread for comes back so much later
 _THREADS_FOR_THE_RELAY = 3  # of the courier's: callbacks that hang can never hold up the relay or the rescue
 
 Post = Callable[[str, bytes, dict[str, str], float], Answer]
@@ -44,7 +42,10 @@ class Ending:
 def deliver_webhook(delivery_id: str) -> None:
     """Makes the next try of this delivery, unless it is not due or somebody else makes it."""
     if not _threads().acquire(blocking=False):
-        _step_back(delivery_id, clock.now())
+        with db.reading() as view:
+            known = deliveries.find(view, delivery_id)
+        if known is not None and known.state == states.PENDING:
+            _step_back(known, clock.now())
         return
     try:
         run_once(delivery_id)
@@ -83,21 +84,15 @@ def _prepare(delivery_id: str, now: datetime) -> tuple[Delivery, Job] | None:
     with db.reading() as view:
         known = deliveries.find(view, delivery_id)
         job = None if known is None else jobs.find(view, known.job_id)
-    if known is None or job is None:
+    if known is None or job is None or known.state != states.PENDING:
         return None
     if not _final_state_is_shown(job, known, now):
-        _step_back(delivery_id, now)
+        _step_back(known, now)
         return None
     lease = timedelta(seconds=settings().callback_timeout_seconds + _LEASE_MARGIN_SECONDS)
     with db.transaction() as tx:
-        if deliveries.count_sending(tx, known.host, now) >= settings().callback_per_host:
-            _stage_again(tx, known, now)
-            return None
-        held = deliveries.claim(tx, delivery_id, now, now + lease)
-        if held is None:
-            return None
-        outbox.settle(tx, states.DELIVER_WEBHOOK, delivery_id)
-    return held, job
+        held = deliveries.claim(tx, known, now, now + lease, settings().callback_per_host)
+    return None if held is None else (held, job)
 
 
 def _final_state_is_shown(job: Job, known: Delivery, now: datetime) -> bool:
@@ -108,17 +103,10 @@ def _final_state_is_shown(job: Job, known: Delivery, now: datetime) -> bool:
     return status.write(job, known) or forgotten
 
 
-def _step_back(delivery_id: str, now: datetime) -> None:
+def _step_back(known: Delivery, now: datetime) -> None:
+    """Not now: the delivery stays pending, uses no attempt, and its message comes again."""
+    later = now + timedelta(seconds=backoff.jittered(_STEP_BACK_SECONDS, random.random()))
     with db.transaction() as tx:
-        known = deliveries.find(tx, delivery_id)
-        if known is not None:
-            _stage_again(tx, known, now)
-
-
-def _stage_again(tx: Connection, known: Delivery, now: datetime) -> None:
-    """Busy: the delivery stays pending, uses no attempt, and its message comes again."""
-    if known.state == states.PENDING:
-        later = now + timedelta(seconds=backoff.jittered(_STEP_BACK_SECONDS, random.random()))
         deliveries.stage(tx, known.id, later, now)
 
 
@@ -153,12 +141,12 @@ def _act(
 def decide(
     held: Delivery, tried: Attempt, retry_after: float | None, refused: bool, chance: float, now: datetime,
 ) -> Ending:
-    """What a try leads to: a 2xx whose whole answer came is success; PERMANENT answers and refused addresses end the
-    delivery; everything else is tried again as long as the schedule lasts."""
+    """What a try leads to: a 2xx is success, whatever became of the answer's body; PERMANENT answers and refused
+    addresses end the delivery; everything else is tried again as long as the schedule lasts."""
     if refused:
         return Ending(states.REFUSED, None)
     code = tried.response_code
-    if tried.error is None and code is not None:
+    if code is not None:
         if 200 <= code < 300:
             return Ending(states.DELIVERED, None)
         if code in PERMANENT:
@@ -173,5 +161,5 @@ def _record(held: Delivery, tried: Attempt, ending: Ending, now: datetime) -> De
         if after is None:
             return None
         job = jobs.touch(tx, held.job_id)
-    status.write(job, after)
+    status.write(job, after, wake=True)
     return after

@@ -36,7 +36,7 @@ def run_once(now: datetime, free_since: dict[str, datetime]) -> int:
 
     `free_since` is this process's memory between ticks: since when each queue's workers have been seen with free slots.
     """
-    rescued = _rescue_jobs(now) + _rescue_deliveries(now) + _republish_lost(now, free_since)
+    rescued = _rescue_jobs(now) + _rescue_deliveries(now) + _stage_overlooked(now) + _republish_lost(now, free_since)
     if rescued:
         status.wake_relay()
     return rescued
@@ -60,7 +60,9 @@ def _end_attempt(tx: Connection, job: Job, now: datetime) -> Job | None:
     if job.attempt < job.max_attempts:
         return jobs.requeue(tx, job)
     code, message = "crashed", f"the process that ran attempt {job.attempt} died"
-    if job.started_at is not None and (now - job.started_at).total_seconds() > job.time_limit_seconds:
+    assert job.lease_until is not None and job.started_at is not None  # it is running
+    last_heartbeat = job.lease_until - timedelta(seconds=settings().lease_seconds)
+    if last_heartbeat - job.started_at > timedelta(seconds=job.time_limit_seconds):
         code, message = "timeout", "the attempt took longer than its kind's time limit and was killed"
     return jobs.fail(tx, job, code, message, now, timedelta(seconds=settings().result_ttl_seconds))
 
@@ -84,6 +86,11 @@ def _end_try(tx: Connection, delivery: Delivery, now: datetime) -> Delivery | No
     tried = Attempt(delivery.attempts, now, None, why, 0.0, None)
     ending = deliver_webhook.decide(delivery, tried, None, False, random.random(), now)
     return deliveries.record(tx, delivery, tried, ending.becomes, ending.next_attempt_at, now)
+
+
+def _stage_overlooked(now: datetime) -> int:
+    with db.transaction() as tx:
+        return deliveries.stage_overlooked(tx, now - timedelta(seconds=LOST_AFTER_SECONDS), now)
 
 
 def _republish_lost(now: datetime, free_since: dict[str, datetime]) -> int:
@@ -117,7 +124,7 @@ def _lost_before(queue: str, now: datetime, free_since: dict[str, datetime]) -> 
         started_at, published_at = jobs.last_started(view, queue) or (None, None)
     since = free_since.setdefault(queue, now)
     if _living("worker", queue) <= running:
-        del free_since[queue]
+        free_since.pop(queue, None)
     elif started_at is not None and started_at > since:
         free_since[queue] = now
     elif now - since >= margin:

@@ -114,10 +114,14 @@ def _run_in_transaction(held: Job, kind: Kind, attempt: Attempt, now: Callable[[
 
 
 def _outcome(kind: Kind, call: Callable[[BaseModel], Any], held: Job) -> Outcome:
+    process = os.getpid()
     try:
         return _success(call(kinds.read_input(kind, held.input)))
-    except (Exception, SystemExit) as error:  # whatever a kind's function raises ends its attempt, not its worker
+    except BaseException as error:  # whatever a kind's function raises ends its attempt, not its worker
         return _failure(error)
+    finally:
+        if os.getpid() != process:
+            os._exit(1)  # a process that the function forked came back with it: there is one worker here
 
 
 def _success(value: Any) -> Outcome:

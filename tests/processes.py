@@ -77,6 +77,9 @@ class Site:
         self.running: list[Process] = []
         self.session = requests.Session()
         self.session.trust_env = False
+        # The tables first: lines that start at once would find none.
+        migrated = [sys.executable, "-m", "app.stack", "--migrate"]
+        subprocess.run(migrated, cwd=ROOT, env=self.env, check=True, timeout=60)
 
     def __enter__(self) -> Site:
         return self
@@ -88,8 +91,7 @@ class Site:
         for process in self.running:
             if process.popen.poll() is None:
                 process.kill()
-            if error is not None:
-                print(f"--- {process.name}\n{process.output()[-6000:]}")
+            print(f"--- {process.name}\n{process.output()[-6000:]}")  # shown when the test has failed
 
     def start(self, *lines: str) -> Process:
         """`make run ONLY="..."`; without lines, all of them."""

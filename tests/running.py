@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from datetime import datetime, timedelta
 from typing import Any
 
+import pytest
 from flask.testing import FlaskClient
 from pydantic import BaseModel
 
@@ -76,3 +77,21 @@ def run_to_end(job_id: str, attempts: int = 30) -> Job:
 
 def later(seconds: float) -> datetime:
     return clock.now() + timedelta(seconds=seconds)
+
+
+class Crash(BaseException):
+    """The process dies here."""
+
+
+def die_in_mid_job(job_id: str) -> None:
+    """An attempt whose process dies before its end is written."""
+    moments = iter([clock.now()])
+
+    def now() -> datetime:
+        try:
+            return next(moments)
+        except StopIteration:
+            raise Crash from None
+
+    with pytest.raises(Crash):
+        run_job.run_once(job_id, now=now)

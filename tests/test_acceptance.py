@@ -231,7 +231,7 @@ def test_a_port_that_is_taken_is_one_line(tmp_path: Path) -> None:
         assert stack.output() == f"uketsuke: web: port {site.port} is taken: choose another with PORT\n"
 
 
-@pytest.mark.parametrize("sig", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("sig", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_stop_lets_the_running_job_finish(tmp_path: Path, sig: signal.Signals) -> None:
     with Site(tmp_path, JOB_MODULES="tests.slow_kinds") as site:
         stack = site.start("redis", "web", "worker", "courier", "beat")
@@ -245,6 +245,50 @@ def test_a_stop_lets_the_running_job_finish(tmp_path: Path, sig: signal.Signals)
         assert site.get(f"/jobs/{job_id}").json()["result"] == {"attempt": 1}
         for other in waiting:
             assert site.poll(other)["status"] == "succeeded"
+
+
+def test_two_servers_never_share_their_data(tmp_path: Path) -> None:
+    """A server that outlived its launcher still has it; a second start says so, and the port file stays the first's."""
+    with Site(tmp_path) as site:
+        site.start_alone("redis")
+        wait_until(lambda: (tmp_path / "redis.port").exists())
+        port = (tmp_path / "redis.port").read_text()
+        with redis.Redis(port=int(port)) as client:
+            wait_until(lambda: answers(client))
+        for second in (site.start_alone("redis"), site.start("redis", "web")):
+            assert second.popen.wait(30) == 2
+            assert "a server is already running on" in second.output().splitlines()[-1]
+        assert (tmp_path / "redis.port").read_text() == port
+
+
+def answers(client: redis.Redis) -> bool:
+    try:
+        return bool(client.ping())
+    except redis.ConnectionError:
+        return False
+
+
+def test_with_an_outside_redis_there_is_no_embedded_one(tmp_path: Path, valkey: Valkey) -> None:
+    with Site(tmp_path, REDIS_URL=valkey.url) as site:
+        stack = site.start("redis", "web")
+        site.wait_answering()
+        assert not any("valkey-server" in process.name() for process in stack.family())
+        alone = site.start_alone("redis")
+        wait_until(lambda: "REDIS_URL is given" in alone.output())
+        assert alone.stop() == 0 and stack.stop() == 0
+        assert not (tmp_path / "redis.port").exists()
+
+
+def test_a_port_of_redis_that_a_stranger_has_is_passed_by(tmp_path: Path) -> None:
+    with Site(tmp_path) as site, socket.socket() as stranger:
+        stranger.bind(("127.0.0.1", 0))
+        stranger.listen()
+        taken = stranger.getsockname()[1]
+        (tmp_path / "redis.port").write_text(f"{taken}\n")
+        site.start("redis", "web", "worker", "courier", "beat")
+        site.wait_ready()
+        assert (tmp_path / "redis.port").read_text().strip() != str(taken)
+        assert site.poll(site.submit(n=10))["status"] == "succeeded"
 
 
 def test_nothing_but_loopback_is_listened_on(tmp_path: Path) -> None:

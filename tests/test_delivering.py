@@ -23,11 +23,8 @@ from tasks.egress import Answer, Unanswered
 from tests import receiver as receivers
 from tests.conftest import World, one_database
 from tests.receiver import Receiver
-from tests.running import a_kind, later, relay, submit
-
-
-class Crash(BaseException):
-    """The process dies here."""
+from tests.running import Crash, a_kind, later, relay, submit
+from tests.servers import wait_until
 
 
 def finish(api: FlaskClient, url: str, **members: Any) -> str:
@@ -217,7 +214,7 @@ def test_a_frozen_sender_does_not_end_the_try_of_another(
     def freeze(*_: Any) -> Answer:
         rescue_stalled.run_once(later(31), {})
         with db.transaction() as tx:
-            assert deliveries.claim(tx, delivery_id, later(60), later(90)).attempts == 2
+            assert deliveries.claim(tx, deliveries.find(tx, delivery_id), later(60), later(90), 4).attempts == 2
         return Answer(204, None, b"")
 
     assert deliver_webhook.run_once(delivery_id, post=freeze) is None
@@ -240,21 +237,70 @@ def test_of_concurrent_senders_one_makes_the_attempt(api: FlaskClient, world: Wo
     assert len(receiver.hooks) == 1
 
 
-@one_database
-def test_a_busy_host_steps_back_without_using_an_attempt(
+def test_a_busy_hosts_callbacks_wait_without_messages_and_in_order(
     api: FlaskClient, world: World, receiver: Receiver,
 ) -> None:
     world.set(CALLBACK_PER_HOST=1)
-    first, second = finish(api, receiver.url), finish(api, receiver.url)
+    first, second, third = (finish(api, receiver.url) for _ in range(3))
 
     def post(*_: Any) -> Answer:
-        assert deliver_webhook.run_once(second) is None
+        for waiting in (third, second):
+            assert deliver_webhook.run_once(waiting) is None
+        assert world.count("outbox", "task = 'deliver_webhook'") == 0
         return Answer(204, None, b"")
 
     assert deliver_webhook.run_once(first, post=post).state == "delivered"
-    assert world.sql("SELECT state, attempts FROM deliveries WHERE id = :id", id=second) == [("pending", 0)]
-    assert ("deliver_webhook", second) in relay(later(2))
+    assert world.sql("SELECT DISTINCT attempts FROM deliveries WHERE state = 'pending'") == [(0,)]
+    assert [row for row in relay() if row[0] == "deliver_webhook"] == [("deliver_webhook", second)]
+    assert world.redis.llen("outbox:wake") == 1
     assert deliver_webhook.run_once(second).state == "delivered"
+    assert [row for row in relay() if row[0] == "deliver_webhook"] == [("deliver_webhook", third)]
+
+
+def test_no_host_gets_more_attempts_at_a_time_than_allowed(
+    api: FlaskClient, world: World, receiver: Receiver,
+) -> None:
+    ids = [finish(api, receiver.url) for _ in range(12)]
+    barrier, let_go, lock = threading.Barrier(12), threading.Event(), threading.Lock()
+    under_way: list[int] = [0]
+    most: list[int] = [0]
+
+    def post(*_: Any) -> Answer:
+        with lock:
+            under_way[0] += 1
+            most[0] = max(most[0], under_way[0])
+        let_go.wait(20)
+        with lock:
+            under_way[0] -= 1
+        return Answer(204, None, b"")
+
+    refused: list[str] = []
+
+    def work(delivery_id: str) -> None:
+        barrier.wait()
+        if deliver_webhook.run_once(delivery_id, post=post) is None:
+            refused.append(delivery_id)
+
+    threads = [threading.Thread(target=work, args=(delivery_id,)) for delivery_id in ids]
+    for thread in threads:
+        thread.start()
+    wait_until(lambda: len(refused) == 8)
+    let_go.set()
+    for thread in threads:
+        thread.join()
+    assert most == [4]
+    while waiting := [target for task, target in relay() if task == "deliver_webhook"]:
+        for delivery_id in waiting:
+            deliver_webhook.run_once(delivery_id)
+    assert world.sql("SELECT DISTINCT state FROM deliveries") == [("delivered",)]
+
+
+def test_a_callback_that_waits_for_nobody_is_found(api: FlaskClient, world: World, receiver: Receiver) -> None:
+    delivery_id = finish(api, receiver.url)
+    world.sql("DELETE FROM outbox WHERE task = 'deliver_webhook'")
+    assert rescue_stalled.run_once(later(5), {}) == 0
+    assert rescue_stalled.run_once(later(11), {}) == 1
+    assert ("deliver_webhook", delivery_id) in relay(later(12))
 
 
 @one_database
@@ -377,12 +423,19 @@ def test_the_whole_attempt_is_bounded(
 
 
 @one_database
-def test_a_late_whole_answer_is_not_success(api: FlaskClient, world: World, receiver: Receiver) -> None:
-    """A 200 whose body broke off at the deadline: it is not known what the receiver made of it."""
-    receiver.respond = drip_body
+@pytest.mark.parametrize("code,state", [(200, "delivered"), (410, "gone"), (500, "pending")])
+def test_a_status_counts_whatever_becomes_of_the_body(
+    api: FlaskClient, world: World, receiver: Receiver, code: int, state: str,
+) -> None:
+    def respond(handler: Any, _: int) -> None:
+        handler.wfile.write(b"HTTP/1.1 %d x\r\nContent-Length: 1000\r\n\r\n" % code)
+        drip(handler, b".")
+
+    receiver.respond = respond
     world.set(CALLBACK_ALLOW=f"127.0.0.1:{receiver.port}", CALLBACK_TIMEOUT_SECONDS="0.5")
     after = deliver_webhook.run_once(finish(api, receiver.url))
-    assert (after.state, after.last_response) == ("pending", 200)
+    assert (after.state, after.last_response) == (state, code)
+    assert world.sql("SELECT error FROM delivery_attempts") == [("no whole answer within 0.5 s",)]
 
 
 @one_database

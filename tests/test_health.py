@@ -7,7 +7,7 @@ from flask.testing import FlaskClient
 
 from app import clock, status
 from tests.conftest import World, one_database
-from tests.running import later, submit
+from tests.running import a_kind, later, relay, submit
 
 PARTS = ["database", "redis", "broker", "workers", "courier", "beat", "unpublished", "unfinished"]
 
@@ -52,6 +52,16 @@ def test_a_relay_that_stopped_is_noticed(api: FlaskClient, world: World) -> None
     code, parts = ready(api)
     assert code == 503 and not parts["beat"]
     assert "60" in api.get("/health/ready").json["parts"]["beat"]["detail"]
+
+
+@one_database
+def test_a_queue_without_a_worker_is_named(api: FlaskClient, world: World) -> None:
+    everything_lives()
+    with a_kind(lambda input, job: None, queue="q:slow") as kind:
+        submit(api, kind)
+    relay()
+    answer = api.get("/health/ready")
+    assert answer.status_code == 503 and "none for q:slow" in answer.json["parts"]["workers"]["detail"]
 
 
 @one_database

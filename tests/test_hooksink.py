@@ -1,6 +1,9 @@
 """hooksink: what a developer sees of a callback."""
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import time
 from datetime import datetime, timezone
 from pathlib import Path
@@ -88,3 +91,13 @@ def test_the_kept_secret_is_found(log: Path, tmp_path: Path, monkeypatch: pytest
     assert send(sink) == 401
     (tmp_path / "callback_secret").write_text(SECRET + "\n")
     assert send(sink) == 204
+
+
+@pytest.mark.parametrize("name,value", [
+    ("CALLBACK_SECRETS", "whsec_abc"), ("CALLBACK_SECRETS", "AAAA"), ("HOOK_LOG", "/proc/nowhere/hook.log"),
+    ("HOOKSINK_PORT", "x"),
+])
+def test_a_wrong_setting_stops_the_start_with_one_line(name: str, value: str) -> None:
+    ran = subprocess.run([sys.executable, "-m", "hooksink"], capture_output=True, text=True, timeout=60,
+                         env={**os.environ, name: value})
+    assert ran.returncode == 2 and len(ran.stderr.splitlines()) == 1 and "whsec_abc" not in ran.stderr

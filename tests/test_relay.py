@@ -6,21 +6,17 @@ import threading
 import time
 from collections import Counter
 from datetime import timedelta
-from typing import Any
 
 import pytest
 from flask.testing import FlaskClient
 from kombu.exceptions import OperationalError as BrokerAway
 
-from app import clock, db, outbox, status
+from app import clock, db, jobs, outbox, status
 from app.outbox import Row
-from tasks import relay_outbox, rescue_stalled, run_job
+from tasks import celery, relay_outbox, rescue_stalled, run_job
 from tests.conftest import World, one_database
-from tests.running import Broker, a_kind, later, relay, submit
-
-
-class Crash(BaseException):
-    """The process dies here."""
+from tests.running import Broker, Crash, a_kind, die_in_mid_job, later, relay, submit
+from tests.servers import wait_until
 
 
 def test_one_submission_is_one_message_on_its_queue(api: FlaskClient, world: World) -> None:
@@ -247,38 +243,38 @@ def test_a_slot_that_is_free_for_a_moment_is_no_sign(api: FlaskClient, world: Wo
 
 
 def test_a_stalled_job_runs_again_and_a_job_that_kills_ends(api: FlaskClient, world: World) -> None:
-    def die(input: Any, job: Any) -> None:
-        raise Crash
-
-    with a_kind(die, max_attempts=2) as kind:
+    with a_kind(lambda input, job: None, max_attempts=2) as kind:
         job_id = submit(api, kind)
         for attempt in (1, 2):
-            with pytest.raises(Crash):
-                run_job.run_once(job_id)
+            die_in_mid_job(job_id)
             assert rescue({}, 0) == 0  # the lease stands
+            world.redis.delete("outbox:wake")
             assert rescue({}, 31) == 1
+            assert world.redis.llen("outbox:wake") == 1
             shown = api.get(f"/jobs/{job_id}").json
             assert shown["status"] == ("queued" if attempt == 1 else "failed") and shown["attempt"] == attempt
     assert shown["error"]["code"] == "crashed"
 
 
-def test_a_job_killed_at_its_hard_limit_is_a_timeout(api: FlaskClient, world: World) -> None:
-    def die(input: Any, job: Any) -> None:
-        raise Crash
-
-    with a_kind(die, max_attempts=1, time_limit=20) as kind:
+@pytest.mark.parametrize("heartbeat_after,code", [(5, "crashed"), (25, "timeout")])
+def test_a_job_killed_at_its_hard_limit_is_a_timeout(
+    api: FlaskClient, world: World, heartbeat_after: float, code: str,
+) -> None:
+    """It lived beyond its time limit; one that died before it has crashed, however late that is noticed."""
+    with a_kind(lambda input, job: None, max_attempts=1, time_limit=20) as kind:
         job_id = submit(api, kind)
-        with pytest.raises(Crash):
-            run_job.run_once(job_id)
-    rescue({}, 31)
-    assert api.get(f"/jobs/{job_id}").json["error"]["code"] == "timeout"
+        die_in_mid_job(job_id)
+        with db.transaction() as tx:
+            held = jobs.find(tx, job_id)
+            jobs.extend_lease(tx, held, later(heartbeat_after + 30), None, None)
+    assert rescue({}, heartbeat_after + 31) == 1
+    assert api.get(f"/jobs/{job_id}").json["error"]["code"] == code
 
 
 def test_rescues_that_run_at_once_rescue_once(api: FlaskClient, world: World) -> None:
-    with a_kind(lambda input, job: (_ for _ in ()).throw(Crash())) as kind:
+    with a_kind(lambda input, job: None) as kind:
         for _ in range(10):
-            with pytest.raises(Crash):
-                run_job.run_once(submit(api, kind))
+            die_in_mid_job(submit(api, kind))
     barrier, rescued = threading.Barrier(4), []
 
     def work() -> None:
@@ -292,3 +288,47 @@ def test_rescues_that_run_at_once_rescue_once(api: FlaskClient, world: World) ->
         thread.join()
     assert sum(rescued) == 10
     assert world.count("jobs", "status = 'queued' AND version = 2") == 10
+
+
+def test_a_lost_callback_message_is_published_again(api: FlaskClient, world: World) -> None:
+    world.set(CALLBACK_ALLOW="127.0.0.1:9")
+    run_job.run_once(submit(api, n=5, callback_url="http://127.0.0.1:9/"))
+    (published,) = relay()
+    assert rescue({}, 60) == 0  # no courier lives
+    status.give_sign_of_life("courier", "c@h", ["relay", "callbacks"], 64)
+    assert rescue({}, 5) == 0
+    assert rescue({}, 60) == 1
+    assert relay(later(60)) == [published]
+
+
+# --- the tick ---
+
+
+@one_database
+def test_a_tick_drains_and_drains_again_when_it_is_woken(api: FlaskClient, world: World) -> None:
+    world.set(RELAY_INTERVAL_SECONDS=3)
+    first = submit(api, n=5)
+    tick = threading.Thread(target=relay_outbox.relay_outbox)
+    tick.start()
+    wait_until(lambda: world.redis.llen("q:jobs2") == 1)
+    second = submit(api, n=6)
+    wait_until(lambda: world.redis.llen("q:jobs2") == 2)
+    assert tick.is_alive()  # within one tick
+    assert status.relay_ran_at() is not None
+    tick.join()
+    kept = "".join(world.redis.lrange("q:jobs2", 0, -1))
+    assert first in kept and second in kept
+
+
+@one_database
+def test_ticks_take_no_more_than_two_threads(api: FlaskClient, world: World) -> None:
+    submit(api, n=5)
+    for _ in range(2):
+        assert relay_outbox._at_once.acquire(blocking=False)
+    try:
+        relay_outbox.relay_outbox()
+        assert not world.redis.exists("q:jobs2")
+    finally:
+        for _ in range(2):
+            relay_outbox._at_once.release()
+    assert celery.app.tasks["tasks.run_job"].acks_late  # so that no worker holds messages that another could run

@@ -1,6 +1,7 @@
 """One attempt of one job: claim, run, end."""
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from datetime import timedelta
@@ -15,6 +16,7 @@ from app import clock, db, jobs, kinds
 from tasks import run_job
 from tests.conftest import World, one_database
 from tests.running import a_kind, relay, run_to_end, submit
+from tests.servers import wait_until
 from tests.test_submitting import refuse_writing
 
 
@@ -90,6 +92,8 @@ def test_an_exception_is_tried_again_and_then_final(api: FlaskClient, world: Wor
     (lambda input, job: (_ for _ in ()).throw(SoftTimeLimitExceeded()), "timeout", 3),
     (lambda input, job: (_ for _ in ()).throw(MemoryError()), "exception", 3),
     (lambda input, job: (_ for _ in ()).throw(SystemExit(1)), "exception", 3),
+    (lambda input, job: (_ for _ in ()).throw(asyncio.CancelledError()), "exception", 3),
+    (lambda input, job: (_ for _ in ()).throw(KeyboardInterrupt()), "exception", 3),
     (lambda input, job: float("nan"), "bad_result", 1),
     (lambda input, job: {1, 2}, "bad_result", 1),
     (lambda input, job: "\ud800", "bad_result", 1),
@@ -165,12 +169,13 @@ def test_a_job_learns_that_its_attempt_is_lost(api: FlaskClient, world: World) -
     def work(input: Any, job: kinds.Job) -> None:
         with db.transaction() as tx:
             jobs.requeue(tx, jobs.find(tx, job.id))
-        deadline = time.monotonic() + 20
-        while not job.cancelled():
-            assert time.monotonic() < deadline
+        wait_until(job.cancelled)
+        learned.append(job.attempt)
 
+    learned: list[int] = []
     with a_kind(work) as kind:
         assert run_job.run_once(submit(api, kind)) is None
+    assert learned == [1]
 
 
 def test_progress_is_shown_while_running_and_gone_afterwards(api: FlaskClient, world: World) -> None:
@@ -203,7 +208,9 @@ def test_the_end_and_what_follows_from_it_are_one_transaction(api: FlaskClient, 
     assert run_job.run_once(job_id).status == "queued"
     assert world.count("deliveries") == 0
     world.sql(drop)
+    world.redis.delete("outbox:wake")
     assert run_to_end(job_id).status == "succeeded"
+    assert world.redis.llen("outbox:wake") == 1  # the callback goes at once
     assert (world.count("deliveries"), world.count("outbox", "task = 'deliver_webhook'")) == (1, 1)
 
 

@@ -5,13 +5,14 @@ import json
 import socket
 from collections.abc import Callable
 from datetime import datetime
+from typing import Any
 from urllib.parse import urlsplit
 
 from flask import Blueprint, Response
 from redis.exceptions import RedisError
 from sqlalchemy.exc import SQLAlchemyError
 
-from app import clock, config, db, jobs, outbox, status
+from app import clock, config, db, deliveries, jobs, outbox, status
 from app.config import settings
 
 blueprint = Blueprint("health", __name__)
@@ -64,13 +65,24 @@ def _broker() -> Finding:
         return True, f"{parts.scheme} on {address[0]}:{address[1]}"
 
 
-def _living(role: str) -> Callable[[], Finding]:
-    def check() -> Finding:
-        signs = status.signs_of_life(role)
-        slots = sum(sign["concurrency"] for sign in signs)
-        return bool(signs), f"{len(signs)} alive, {slots} slots"
+def _workers() -> Finding:
+    """Whether somebody consumes each queue that has messages."""
+    signs = status.signs_of_life("worker")
+    consumed = {queue for sign in signs for queue in sign["queues"]}
+    with db.reading() as view:
+        waiting = set(outbox.queues_with_published(view)) - {deliveries.QUEUE}
+    if unserved := sorted(waiting - consumed):
+        return False, f"{_count(signs)}, none for {', '.join(unserved)}"
+    return bool(signs), _count(signs)
 
-    return check
+
+def _courier() -> Finding:
+    signs = status.signs_of_life("courier")
+    return bool(signs), _count(signs)
+
+
+def _count(signs: list[dict[str, Any]]) -> str:
+    return f"{len(signs)} alive, {sum(sign['concurrency'] for sign in signs)} slots"
 
 
 def _relay() -> Finding:
@@ -100,6 +112,6 @@ def _age(moment: datetime) -> float:
 
 
 PARTS: dict[str, Callable[[], Finding]] = {
-    "database": _database, "redis": _redis, "broker": _broker, "workers": _living("worker"),
-    "courier": _living("courier"), "beat": _relay, "unpublished": _unpublished, "unfinished": _unfinished,
+    "database": _database, "redis": _redis, "broker": _broker, "workers": _workers,
+    "courier": _courier, "beat": _relay, "unpublished": _unpublished, "unfinished": _unfinished,
 }

@@ -170,6 +170,8 @@ def upgrade() -> None:
     op.create_index(
         'ix_deliveries_leased_until', 'deliveries', ['leased_until'], unique=False,
         sqlite_where=sa.text("state = 'sending'"), postgresql_where=sa.text("state = 'sending'"))
+    op.create_index('ix_deliveries_pending_host', 'deliveries', ['host', 'next_attempt_at'], unique=False, sqlite_where=sa.text("state = 'pending'"), postgresql_where=sa.text("state = 'pending'"))
+    op.create_index('ix_deliveries_next_attempt_at', 'deliveries', ['next_attempt_at'], unique=False, sqlite_where=sa.text("state = 'pending'"), postgresql_where=sa.text("state = 'pending'"))
     op.create_index(
         'ix_deliveries_sending_host', 'deliveries', ['host'], unique=False,
         sqlite_where=sa.text("state = 'sending'"), postgresql_where=sa.text("state = 'sending'"))
@@ -189,6 +191,8 @@ def upgrade() -> None:
 
 def downgrade() -> None:
     op.drop_table('delivery_attempts')
+    op.drop_index('ix_deliveries_pending_host', table_name='deliveries')
+    op.drop_index('ix_deliveries_next_attempt_at', table_name='deliveries')
     op.drop_index('ix_deliveries_sending_host', table_name='deliveries', sqlite_where=sa.text("state = 'sending'"), postgresql_where=sa.text("state = 'sending'"))
     op.drop_index('ix_deliveries_leased_until', table_name='deliveries', sqlite_where=sa.text("state = 'sending'"), postgresql_where=sa.text("state = 'sending'"))
     op.drop_index('ix_deliveries_job_id', table_name='deliveries')
