@@ -1,8 +1,10 @@
 """Nouns: plain Python over SQL. Celery is unknown here, Flask lives in `api/` alone.
 
 config       every setting, read once
-clock, ids   the time, and names for rows
+clock, ids, ports
+             the time, names for rows, whether a port is free
 db, schema   the engine and `transaction()`; the tables (`migrations/` makes them)
+turnstile    the queue of a SQLite file's writers
 states       the closed vocabularies and the allowed moves
 errors       what can go wrong, without HTTP
 kinds        what a kind of job is, and the registry of kinds
@@ -10,9 +12,12 @@ jobs, notes, outbox, deliveries, idempotency, retention
              one noun each: its rows and every move that they make
 endpoints    which callback addresses may be reached
 submissions  the one transaction behind a 202
-status       the Redis view: the hash `job:<id>`, the relay's wake token, the workers' signs of life
+status       the Redis view: the hash `job:<id>` and the relay's wake token
+presence     which workers and couriers are alive, and when the relay last ran
+signing      the secrets that callbacks are signed with
 logs         one JSON object a line
 api/         the HTTP door
 embedded     the Valkey server for development
-stack        all the Procfile's lines at once (`make run`)
+stack, supervisor
+             all the Procfile's lines at once (`make run`)
 """

@@ -218,9 +218,9 @@ def record(
 
 _stalled = select(*_columns).where(
     deliveries.c.state == states.SENDING, deliveries.c.leased_until < bindparam("now")
-).order_by(deliveries.c.leased_until).limit(100).with_for_update(skip_locked=True)
+).order_by(deliveries.c.leased_until).limit(100)
 
 
-def stalled(tx: Connection, now: datetime) -> list[Delivery]:
+def stalled(view: Connection, now: datetime) -> list[Delivery]:
     """Deliveries being sent whose lease is over: at most 100, the longest over first."""
-    return [Delivery(*row) for row in tx.execute(_stalled, {"now": now})]
+    return [Delivery(*row) for row in view.execute(_stalled, {"now": now})]

@@ -2,69 +2,23 @@
 those lines; `python -m app.stack --migrate` only makes the tables."""
 from __future__ import annotations
 
-import contextlib
 import os
-import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import honcho.manager
 from alembic import command
 from alembic.config import Config
 from dotenv import load_dotenv
 from honcho.environ import parse_procfile
-from honcho.printer import Message, Printer
 from sqlalchemy.exc import DBAPIError
 
-from app import config, db, embedded, kinds, ports
+from app import config, db, embedded, kinds, ports, signing
 from app.config import Settings
 from app.errors import UketsukeError, WrongSetting
-
-STOP_SECONDS = 15  # for what is running to end by itself after SIGTERM
-_LAST = ("redis",)  # the others say goodbye to it
+from app.supervisor import CANNOT_START, Supervisor
 
 _ROOT = Path(__file__).resolve().parent.parent
-
-
-class Manager(honcho.manager.Manager):
-    """honcho's manager, which asks each line's own process to stop (honcho signals its children too, and a job that
-    runs in one would die), and the broker last: workers put back what they hold."""
-
-    def _killall(self, force: bool = False) -> None:
-        running = [name for name, process in self._processes.items() if "returncode" not in process]
-        for name in [name for name in running if name not in _LAST] or running:
-            with contextlib.suppress(ProcessLookupError):
-                if force:
-                    os.killpg(self._processes[name]["pid"], signal.SIGKILL)
-                else:
-                    os.kill(self._processes[name]["pid"], signal.SIGTERM)
-
-    def loop(self) -> None:
-        self.events = _StopsTheLast(self)
-        super().loop()
-
-
-class _StopsTheLast:
-    """The manager's event queue: once only the last lines are left of a stack that stops, it stops them too."""
-
-    def __init__(self, manager: Manager) -> None:
-        self._manager = manager
-        self._queue = manager.events
-        self._stopped: set[str] = set()
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(self._queue, name)
-
-    def get(self, timeout: float) -> Message:
-        message = self._queue.get(timeout=timeout)
-        if message.type == "stop":
-            self._stopped.add(message.name)
-            left = set(self._manager._processes) - self._stopped
-            if left and left <= set(_LAST):
-                self._manager._processes[message.name]["returncode"] = message.data["returncode"]
-                self._manager._killall()
-        return message
 
 
 def migrate() -> None:
@@ -128,16 +82,13 @@ def run(names: Sequence[str]) -> int:
         os.close(embedded.claim_data())  # just asked: the line itself keeps it
         embedded.settle_port()
     migrate()
-    config.callback_secrets()
-    honcho.manager.KILL_WAIT = STOP_SECONDS
-    manager = Manager(Printer(sys.stdout, prefix=True))
+    signing.callback_secrets()
+    supervisor = Supervisor()
     for name, line in lines.items():
-        manager.add_process(name, line)
+        supervisor.add_process(name, line)
     print(banner(settings, list(lines)), flush=True)
-    signal.signal(signal.SIGHUP, lambda *_: os.kill(os.getpid(), signal.SIGTERM))  # the terminal was closed
-    manager.loop()
-    asked_for = {known["rc"] for known in honcho.manager.SIGNALS.values()}
-    return 0 if manager.returncode in asked_for else int(manager.returncode or 1)
+    supervisor.loop()
+    return supervisor.returncode or 0
 
 
 def main() -> int:
@@ -150,7 +101,7 @@ def main() -> int:
         return run(sys.argv[1:])
     except (UketsukeError, OSError) as error:
         print(f"uketsuke: {error}", file=sys.stderr)
-        return 2
+        return CANNOT_START
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
-"""The Redis view: the hash `job:<id>`, the relay's wake token and signs of life. It never decides anything: every
-error is logged and swallowed, and SQL answers instead."""
+"""The Redis view: the hash `job:<id>` and the relay's wake token. It never decides anything: every error is logged and
+swallowed, and SQL answers instead."""
 from __future__ import annotations
 
 import contextlib
@@ -10,7 +10,6 @@ import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from datetime import datetime
 from typing import Any
 
 import redis
@@ -72,7 +71,7 @@ def client() -> redis.Redis:
 
 
 @contextlib.contextmanager
-def _best_effort(doing: str) -> Iterator[None]:
+def best_effort(doing: str) -> Iterator[None]:
     """Logs and swallows what Redis cannot do, or holds that cannot be read (ValueError)."""
     global _away_until
     try:
@@ -83,7 +82,8 @@ def _best_effort(doing: str) -> Iterator[None]:
         log.warning("Redis did not do it", extra={"doing": doing, "error": f"{type(error).__name__}: {error}"})
 
 
-def _away() -> bool:
+def away() -> bool:
+    """Whether Redis failed a moment ago and is left alone for now."""
     return time.monotonic() < _away_until
 
 
@@ -106,13 +106,13 @@ def write(job: Job, callback: Delivery | None = None, wake: bool = False) -> boo
 
     For a job with a callback, `callback` is its delivery once there is one.
     """
-    if _away() or (left := _milliseconds_to_live(job)) <= 0:
+    if away() or (left := _milliseconds_to_live(job)) <= 0:
         return False
     shown = document(job, callback)
     fields: list[str | int] = [
         "job_id", job.id, "kind", job.kind, "status", job.status, "attempt", job.attempt, "owner", job.owner,
         "document", json.dumps(shown, ensure_ascii=False, separators=(",", ":"))]
-    with _best_effort("write"), client().pipeline(transaction=False) as pipe:
+    with best_effort("write"), client().pipeline(transaction=False) as pipe:
         pipe.eval(_WRITE, 1, key(job.id), job.version, left, *fields)
         if wake:
             _wake(pipe)
@@ -130,9 +130,9 @@ def _milliseconds_to_live(job: Job) -> int:
 
 def read(job_id: str) -> View | None:
     """The job as Redis knows it; None when Redis is away, does not know it, or holds something else."""
-    if _away():
+    if away():
         return None
-    with _best_effort("read"):
+    with best_effort("read"):
         owner, text = client().hmget(key(job_id), "owner", "document")
         if owner is None or text is None:
             return None
@@ -144,8 +144,8 @@ def read(job_id: str) -> View | None:
 
 def forget(job_ids: list[str]) -> None:
     """Takes jobs out of the view."""
-    if job_ids and not _away():
-        with _best_effort("forget"):
+    if job_ids and not away():
+        with best_effort("forget"):
             client().delete(*map(key, job_ids))
 
 
@@ -154,8 +154,8 @@ def forget(job_ids: list[str]) -> None:
 
 def wake_relay() -> None:
     """Tells a waiting relay that the outbox has something due. Without Redis it finds out at its next tick."""
-    if not _away():
-        with _best_effort("wake"), client().pipeline(transaction=False) as pipe:
+    if not away():
+        with best_effort("wake"), client().pipeline(transaction=False) as pipe:
             _wake(pipe)
             pipe.execute()
 
@@ -181,42 +181,3 @@ def wait_for_wake(seconds: float) -> bool:
         return _waiting_client(os.getpid()).blpop([WAKE_KEY], timeout=seconds) is not None
     except (RedisError, OSError):
         return False
-
-
-# --- signs of life ---
-
-PRESENCE_SECONDS = 15  # how long a sign of life counts; workers give one every 2 s
-_RELAY_KEY = "relay:ran_at"
-
-
-def give_sign_of_life(role: str, name: str, queues: list[str], concurrency: int) -> None:
-    """Says that this Celery worker is alive and consuming."""
-    if _away():
-        return
-    sign = json.dumps({"name": name, "queues": queues, "concurrency": concurrency})
-    with _best_effort("presence"):
-        client().set(f"presence:{role}:{name}", sign, ex=PRESENCE_SECONDS)
-
-
-def withdraw_sign_of_life(role: str, name: str) -> None:
-    """Says that this Celery worker has stopped."""
-    with _best_effort("presence"):
-        client().delete(f"presence:{role}:{name}")
-
-
-def signs_of_life(role: str) -> list[dict[str, Any]]:
-    """The workers of a role that were alive within PRESENCE_SECONDS. Raises `redis.exceptions.RedisError`."""
-    found = list(client().scan_iter(f"presence:{role}:*", count=1000))
-    return [json.loads(sign) for sign in client().mget(found) if sign] if found else []
-
-
-def relay_ran(moment: datetime) -> None:
-    """Says that the relay has drained the outbox."""
-    with _best_effort("relay"):
-        client().set(_RELAY_KEY, moment.isoformat())
-
-
-def relay_ran_at() -> datetime | None:
-    """When the relay last drained the outbox. Raises `redis.exceptions.RedisError`."""
-    text = client().get(_RELAY_KEY)
-    return None if text is None else datetime.fromisoformat(str(text))

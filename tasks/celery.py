@@ -11,7 +11,7 @@ from typing import Any
 from celery import Celery, signals
 from sqlalchemy.exc import DBAPIError
 
-from app import db, kinds, logs, status
+from app import db, kinds, logs, presence
 
 app = Celery("uketsuke")
 app.config_from_object("celeryconfig")
@@ -43,28 +43,35 @@ def _end_child(**_: Any) -> None:
     db.dispose()
 
 
-@signals.heartbeat_sent.connect
-def _sign_of_life(sender: Any, **_: Any) -> None:
-    """Sent every 2 s by the consumer itself: a process that lives but no longer consumes gives none."""
-    consumer = _consumers.get("consumer")
-    if consumer is not None:
-        status.give_sign_of_life(ROLE, consumer.hostname, _queues(consumer), consumer.pool.num_processes)
+_consumer: Any = None  # this process's, between its start and its stop
 
 
 @signals.worker_ready.connect
 def _remember(sender: Any, **_: Any) -> None:
-    _consumers["consumer"] = sender
-    status.give_sign_of_life(ROLE, sender.hostname, _queues(sender), sender.pool.num_processes)
+    global _consumer
+    _consumer = sender
+    _give_sign_of_life()
+
+
+@signals.heartbeat_sent.connect
+def _give_sign_of_life(**_: Any) -> None:
+    """Sent every 2 s by the consumer itself: a process that lives but no longer consumes gives none."""
+    if _consumer is not None and _consumer.task_consumer is not None:
+        queues = sorted(queue.name for queue in _consumer.task_consumer.queues)
+        presence.give_sign_of_life(_role(queues), _consumer.hostname, queues, _consumer.pool.num_processes)
 
 
 @signals.worker_shutting_down.connect
 def _withdraw(**_: Any) -> None:
-    consumer = _consumers.pop("consumer", None)
-    if consumer is not None:
-        status.withdraw_sign_of_life(ROLE, consumer.hostname)
+    global _consumer
+    if _consumer is not None:
+        for role in ("worker", "courier"):
+            presence.withdraw_sign_of_life(role, _consumer.hostname)
+        _consumer = None
 
 
-_consumers: dict[str, Any] = {}
+def _role(queues: list[str]) -> str:
+    return "courier" if "relay" in queues else "worker"
 
 
 class TaskFailed(Exception):

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
-from app import clock, config, db, deliveries, jobs, states, status
+from app import clock, db, deliveries, jobs, signing, states, status
 from app.clock import isoformat
 from app.config import settings
 from app.deliveries import Attempt, Delivery
@@ -73,7 +73,7 @@ def run_once(
     held, job = prepared
     tried, retry_after, refused = _act(held, job, post, now)
     ending = decide(held, tried, retry_after, refused, random.random(), now())
-    after = _record(held, tried, ending, now())
+    after = record(held, tried, ending, now())
     log.info("delivery attempted", extra={
         "job_id": job.id, "webhook_id": held.id, "attempt": held.attempts, "state": ending.becomes,
         "response_code": tried.response_code, "error": tried.error, "recorded": after is not None})
@@ -123,7 +123,7 @@ def _act(
 ) -> tuple[Attempt, float | None, bool]:
     began, began_at = time.monotonic(), now()
     body = body_of(job)
-    headers = signature.headers(held.id, began_at, body, config.callback_secrets())
+    headers = signature.headers(held.id, began_at, body, signing.callback_secrets())
     code, error, excerpt, retry_after, refused = None, None, None, None, False
     try:
         answer = post(held.url, body.encode(), headers, settings().callback_timeout_seconds)
@@ -155,7 +155,8 @@ def decide(
     return Ending(states.EXHAUSTED, None) if due is None else Ending(states.PENDING, due)
 
 
-def _record(held: Delivery, tried: Attempt, ending: Ending, now: datetime) -> Delivery | None:
+def record(held: Delivery, tried: Attempt, ending: Ending, now: datetime) -> Delivery | None:
+    """Writes how a try ended, and shows it; None, and nothing written, when the try is no longer this sender's."""
     with db.transaction() as tx:
         after = deliveries.record(tx, held, tried, ending.becomes, ending.next_attempt_at, now)
         if after is None:

@@ -15,7 +15,7 @@ from datetime import datetime, timedelta
 from kombu.exceptions import OperationalError as BrokerAway
 from redis.exceptions import RedisError
 
-from app import clock, db, outbox, states, status
+from app import clock, db, outbox, presence, states, status
 from app.config import settings
 from app.outbox import Row
 from tasks import celery
@@ -103,7 +103,7 @@ def relay_outbox() -> None:
         until = time.monotonic() + settings().relay_interval_seconds
         while True:
             drain(publish)
-            status.relay_ran(clock.now())
+            presence.relay_ran(clock.now())
             if not status.wait_for_wake(until - time.monotonic()):
                 return
     finally:

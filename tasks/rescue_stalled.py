@@ -8,7 +8,7 @@ from datetime import datetime, timedelta
 from redis.exceptions import RedisError
 from sqlalchemy import Connection
 
-from app import clock, db, deliveries, jobs, outbox, status
+from app import clock, db, deliveries, jobs, outbox, presence, status
 from app.config import settings
 from app.deliveries import QUEUE as CALLBACKS
 from app.deliveries import Attempt, Delivery
@@ -68,24 +68,20 @@ def _end_attempt(tx: Connection, job: Job, now: datetime) -> Job | None:
 
 
 def _rescue_deliveries(now: datetime) -> int:
-    moved = []
-    with db.transaction() as tx:
-        for delivery in deliveries.stalled(tx, now):
-            after = _end_try(tx, delivery, now)
-            if after is not None:
-                moved.append((jobs.touch(tx, after.job_id), after))
-    for job, after in moved:
-        log.warning("stalled delivery attempt ended", extra={
-            "job_id": job.id, "webhook_id": after.id, "attempt": after.attempts, "state": after.state})
-        status.write(job, after)
-    return len(moved)
+    with db.reading() as view:
+        stalled = deliveries.stalled(view, now)
+    return sum(_end_try(delivery, now) for delivery in stalled)
 
 
-def _end_try(tx: Connection, delivery: Delivery, now: datetime) -> Delivery | None:
+def _end_try(delivery: Delivery, now: datetime) -> bool:
     why = "interrupted: the courier died; it is not known what arrived"
     tried = Attempt(delivery.attempts, now, None, why, 0.0, None)
     ending = deliver_webhook.decide(delivery, tried, None, False, random.random(), now)
-    return deliveries.record(tx, delivery, tried, ending.becomes, ending.next_attempt_at, now)
+    after = deliver_webhook.record(delivery, tried, ending, now)
+    if after is not None:
+        log.warning("stalled delivery attempt ended", extra={
+            "job_id": after.job_id, "webhook_id": after.id, "attempt": after.attempts, "state": after.state})
+    return after is not None
 
 
 def _stage_overlooked(now: datetime) -> int:
@@ -135,6 +131,6 @@ def _lost_before(queue: str, now: datetime, free_since: dict[str, datetime]) -> 
 def _living(role: str, queue: str) -> int:
     """The slots of this queue's living consumers; 0 when Redis does not tell."""
     try:
-        return sum(sign["concurrency"] for sign in status.signs_of_life(role) if queue in sign["queues"])
+        return sum(sign["concurrency"] for sign in presence.signs_of_life(role) if queue in sign["queues"])
     except (RedisError, OSError):
         return 0

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -102,6 +103,10 @@ class Site:
         commands = dict(entry.split(": ", 1) for entry in (ROOT / "Procfile").read_text().splitlines())
         return self._start(line, ["/bin/sh", "-c", commands[line]])
 
+    def run(self, name: str, *command: str) -> Process:
+        """Some other command, with the site's settings."""
+        return self._start(name, ["/usr/bin/env", *command])
+
     def _start(self, name: str, argv: list[str]) -> Process:
         process = Process(name, argv, self.env, self.folder / f"{name}-{len(self.running)}.log")
         self.running.append(process)
@@ -133,12 +138,14 @@ class Site:
         assert answer.status_code == 202, answer.text
         return answer.json()["job_id"]
 
-    def poll(self, job_id: str, seconds: float = 60) -> dict[str, Any]:
-        """Polls as a client should, by Retry-After, until the job is final."""
+    def poll(self, job_id: str, seconds: float = 60, politely: bool = False) -> dict[str, Any]:
+        """Polls until the job is final; politely: as often as Retry-After says, as a client should."""
         def final() -> dict[str, Any] | None:
             answer = self.get(f"/jobs/{job_id}")
             assert answer.status_code == 200, answer.text
             job = answer.json()
+            if politely:
+                threading.Event().wait(int(answer.headers.get("Retry-After", 0)))
             assert ("Retry-After" in answer.headers) is (job["status"] in ("queued", "running"))
             return job if job["status"] in ("succeeded", "failed") else None
 

@@ -1,6 +1,7 @@
 """The whole story, with the Procfile's own processes."""
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -19,7 +20,7 @@ import redis
 import requests
 
 from tests import verify
-from tests.processes import Site
+from tests.processes import Process, Site
 from tests.servers import Postgres, Valkey, valkey, wait_until
 
 pytestmark = pytest.mark.acceptance
@@ -35,7 +36,7 @@ def test_a_job_goes_all_the_way_with_one_command(tmp_path: Path) -> None:
         answer = site.post("/jobs", {"n": 10**6, "callback_url": f"{site.hook}/"})
         job_id = answer.json()["job_id"]
         assert answer.headers["Location"] == f"/jobs/{job_id}"
-        job = site.poll(job_id)
+        job = site.poll(job_id, politely=True)
         assert (job["status"], job["result"]) == ("succeeded", {"n": 10**6, "count": 78498})
         wait_until(lambda: any(f"job_id={job_id} status=succeeded" in line and "signature=valid" in line
                                for line in site.hooks()))
@@ -164,6 +165,27 @@ def test_limits_and_crashes_end_as_they_should(site: Site) -> None:
     assert site.poll(site.submit(n=10))["status"] == "succeeded"
 
 
+def test_a_finished_job_expires_and_is_pruned_by_the_clock(site: Site) -> None:
+    site.env |= {"RESULT_TTL_SECONDS": "2", "TOMBSTONE_TTL_SECONDS": "3", "PRUNE_INTERVAL_SECONDS": "0.5"}
+    site.start("web", "courier", "beat", "worker")
+    site.wait_ready()
+    job_id = site.submit(n=100)
+    site.poll(job_id)
+    wait_until(lambda: site.answers(f"/jobs/{job_id}", 410), what="expired")
+    gone = site.get(f"/jobs/{job_id}").json()
+    assert (gone["kind"], gone["job_status"]) == ("primes", "succeeded") and "25" not in str(gone.get("result"))
+    wait_until(lambda: site.answers(f"/jobs/{job_id}", 404), what="forgotten")
+
+
+def test_a_worker_started_by_celerys_own_command_counts(site: Site) -> None:
+    """Whoever knows Celery needs to know nothing else."""
+    site.start("web", "courier", "beat")
+    worker = site.run("celery", "celery", "--app", "tasks.celery", "worker", "--concurrency", "1")
+    site.wait_ready()
+    assert site.poll(site.submit(n=100))["status"] == "succeeded"
+    assert worker.stop() == 0
+
+
 def test_one_key_at_many_web_processes_makes_one_job(site: Site) -> None:
     site.env["WEB_WORKERS"] = "4"
     site.start("web")
@@ -245,6 +267,39 @@ def test_a_stop_lets_the_running_job_finish(tmp_path: Path, sig: signal.Signals)
         assert site.get(f"/jobs/{job_id}").json()["result"] == {"attempt": 1}
         for other in waiting:
             assert site.poll(other)["status"] == "succeeded"
+
+
+def process_of(stack: Process, words: str) -> psutil.Process:
+    """The oldest process of a stack whose command line holds these words."""
+    found = []
+    for process in stack.family():
+        with contextlib.suppress(psutil.ZombieProcess, psutil.NoSuchProcess):
+            if words in " ".join(process.cmdline()):
+                found.append(process)
+    return min(found, key=lambda process: process.create_time())
+
+
+def test_a_line_that_dies_is_started_again_and_one_that_is_stopped_is_not(tmp_path: Path) -> None:
+    with Site(tmp_path, JOB_MODULES="tests.slow_kinds", LEASE_SECONDS=2, RESCUE_INTERVAL_SECONDS=1) as site:
+        stack = site.start("redis", "web", "worker", "courier", "beat")
+        site.wait_ready()
+        job_id = site.submit(kind="nap", seconds=1)
+        wait_until(lambda: site.get(f"/jobs/{job_id}").json()["status"] == "running")
+        for words in ("--queues q:jobs2", "valkey-server", "beat --scheduler", "relay,callbacks", "-m app.api"):
+            dying = process_of(stack, words)
+            dying.kill()
+            dying.wait(10)
+        site.wait_answering()
+        assert site.poll(job_id)["result"] == {"attempt": 2}
+        site.wait_ready()
+        stopped = process_of(stack, "--queues q:jobs2")
+        stopped.terminate()
+        wait_until(lambda: "stopped; the others run on" in stack.output())
+        waiting = site.submit(n=10)
+        with redis.Redis(port=int((tmp_path / "redis.port").read_text())) as client:
+            wait_until(lambda: client.llen("q:jobs2") == 1)
+        assert site.get(f"/jobs/{waiting}").json()["status"] == "queued"
+        assert stack.stop() == 0
 
 
 def test_two_servers_never_share_their_data(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from app import config
+from app import config, signing
 from app.errors import WrongSetting
 from tests.conftest import forget_settings
 
@@ -81,9 +81,9 @@ def test_the_environment_goes_before_the_file(monkeypatch: pytest.MonkeyPatch, t
 
 
 def test_a_secret_is_made_once_and_kept(tmp_path: Path) -> None:
-    first = config.callback_secrets()
+    first = signing.callback_secrets()
     forget_settings()
-    assert config.callback_secrets() == first
+    assert signing.callback_secrets() == first
     config.check_secret(first[0])
     kept = tmp_path / "var" / "callback_secret"
     assert kept.stat().st_mode & 0o077 == 0

@@ -15,7 +15,7 @@ import pytest
 from flask.testing import FlaskClient
 from standardwebhooks import Webhook
 
-from app import clock, config, db, deliveries, endpoints, states, status
+from app import clock, config, db, deliveries, endpoints, signing, states, status
 from app.errors import EndpointRefused
 from hooksink import signature as receiving
 from tasks import backoff, deliver_webhook, egress, rescue_stalled, run_job, signature
@@ -78,7 +78,7 @@ def test_the_published_vector_of_standard_webhooks() -> None:
 def test_the_bytes_that_were_signed_are_the_ones_sent(api: FlaskClient, world: World, receiver: Receiver) -> None:
     deliver_webhook.run_once(finish(api, receiver.url))
     (hook,) = receiver.hooks
-    key = base64.b64decode(config.callback_secrets()[0].removeprefix("whsec_"))
+    key = base64.b64decode(signing.callback_secrets()[0].removeprefix("whsec_"))
     signed = f"{hook.headers['webhook-id']}.{hook.headers['webhook-timestamp']}.".encode() + hook.body
     expected = base64.b64encode(hmac.new(key, signed, hashlib.sha256).digest()).decode()
     assert hook.headers["webhook-signature"] == f"v1,{expected}"

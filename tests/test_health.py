@@ -5,7 +5,7 @@ from typing import Any
 
 from flask.testing import FlaskClient
 
-from app import clock, status
+from app import clock, presence, status
 from tests.conftest import World, one_database
 from tests.running import a_kind, later, relay, submit
 
@@ -18,9 +18,9 @@ def ready(api: FlaskClient) -> tuple[int, dict[str, bool]]:
 
 
 def everything_lives() -> None:
-    status.give_sign_of_life("worker", "w@h", ["q:jobs2"], 2)
-    status.give_sign_of_life("courier", "c@h", ["relay", "callbacks"], 16)
-    status.relay_ran(clock.now())
+    presence.give_sign_of_life("worker", "w@h", ["q:jobs2"], 2)
+    presence.give_sign_of_life("courier", "c@h", ["relay", "callbacks"], 16)
+    presence.relay_ran(clock.now())
 
 
 def test_health_says_that_the_process_lives(api: FlaskClient) -> None:
@@ -40,7 +40,7 @@ def test_ready_has_a_line_for_each_part(api: FlaskClient, world: World) -> None:
 def test_a_part_that_is_missing_is_named(api: FlaskClient, world: World) -> None:
     assert ready(api) == (503, {**dict.fromkeys(PARTS, True), "workers": False, "courier": False, "beat": False})
     everything_lives()
-    status.withdraw_sign_of_life("worker", "w@h")
+    presence.withdraw_sign_of_life("worker", "w@h")
     code, parts = ready(api)
     assert code == 503 and not parts["workers"] and parts["courier"]
 
@@ -48,7 +48,7 @@ def test_a_part_that_is_missing_is_named(api: FlaskClient, world: World) -> None
 @one_database
 def test_a_relay_that_stopped_is_noticed(api: FlaskClient, world: World) -> None:
     everything_lives()
-    status.relay_ran(later(-60))
+    presence.relay_ran(later(-60))
     code, parts = ready(api)
     assert code == 503 and not parts["beat"]
     assert "60" in api.get("/health/ready").json["parts"]["beat"]["detail"]
@@ -89,4 +89,4 @@ def test_redis_away_is_told_without_an_error(api: FlaskClient, world: World, mon
 def test_a_sign_of_life_has_an_end(world: World) -> None:
     everything_lives()
     for key in world.redis.scan_iter("presence:*"):
-        assert 0 < world.redis.ttl(key) <= status.PRESENCE_SECONDS
+        assert 0 < world.redis.ttl(key) <= presence.PRESENCE_SECONDS

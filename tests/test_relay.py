@@ -11,7 +11,7 @@ import pytest
 from flask.testing import FlaskClient
 from kombu.exceptions import OperationalError as BrokerAway
 
-from app import clock, db, jobs, outbox, status
+from app import clock, db, jobs, outbox, presence, status
 from app.outbox import Row
 from tasks import celery, relay_outbox, rescue_stalled, run_job
 from tests.conftest import World, one_database
@@ -189,7 +189,7 @@ def test_a_submission_wakes_a_waiting_relay(api: FlaskClient, world: World) -> N
 
 
 def _worker_lives(world: World, slots: int) -> None:
-    status.give_sign_of_life("worker", "w@h", ["q:jobs2"], slots)
+    presence.give_sign_of_life("worker", "w@h", ["q:jobs2"], slots)
 
 
 def rescue(memory: dict, *seconds: float) -> int:
@@ -295,7 +295,7 @@ def test_a_lost_callback_message_is_published_again(api: FlaskClient, world: Wor
     run_job.run_once(submit(api, n=5, callback_url="http://127.0.0.1:9/"))
     (published,) = relay()
     assert rescue({}, 60) == 0  # no courier lives
-    status.give_sign_of_life("courier", "c@h", ["relay", "callbacks"], 64)
+    presence.give_sign_of_life("courier", "c@h", ["relay", "callbacks"], 64)
     assert rescue({}, 5) == 0
     assert rescue({}, 60) == 1
     assert relay(later(60)) == [published]
@@ -314,7 +314,7 @@ def test_a_tick_drains_and_drains_again_when_it_is_woken(api: FlaskClient, world
     second = submit(api, n=6)
     wait_until(lambda: world.redis.llen("q:jobs2") == 2)
     assert tick.is_alive()  # within one tick
-    assert status.relay_ran_at() is not None
+    assert presence.relay_ran_at() is not None
     tick.join()
     kept = "".join(world.redis.lrange("q:jobs2", 0, -1))
     assert first in kept and second in kept

@@ -12,7 +12,7 @@ from flask import Blueprint, Response
 from redis.exceptions import RedisError
 from sqlalchemy.exc import SQLAlchemyError
 
-from app import clock, config, db, deliveries, jobs, outbox, status
+from app import clock, config, db, deliveries, jobs, outbox, presence, status
 from app.config import settings
 
 blueprint = Blueprint("health", __name__)
@@ -67,7 +67,7 @@ def _broker() -> Finding:
 
 def _workers() -> Finding:
     """Whether somebody consumes each queue that has messages."""
-    signs = status.signs_of_life("worker")
+    signs = presence.signs_of_life("worker")
     consumed = {queue for sign in signs for queue in sign["queues"]}
     with db.reading() as view:
         waiting = set(outbox.queues_with_published(view)) - {deliveries.QUEUE}
@@ -77,7 +77,7 @@ def _workers() -> Finding:
 
 
 def _courier() -> Finding:
-    signs = status.signs_of_life("courier")
+    signs = presence.signs_of_life("courier")
     return bool(signs), _count(signs)
 
 
@@ -86,7 +86,7 @@ def _count(signs: list[dict[str, Any]]) -> str:
 
 
 def _relay() -> Finding:
-    ran_at = status.relay_ran_at()
+    ran_at = presence.relay_ran_at()
     if ran_at is None:
         return False, "the relay has never run"
     age = _age(ran_at)

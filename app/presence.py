@@ -1,0 +1,44 @@
+"""Signs of life in Redis: which workers and couriers are alive and consuming, and when the relay last ran."""
+from __future__ import annotations
+
+import json
+from datetime import datetime
+from typing import Any
+
+from app.status import away, best_effort, client
+
+PRESENCE_SECONDS = 15  # how long a sign of life counts; workers give one every 2 s
+_RELAY_KEY = "relay:ran_at"
+
+
+def give_sign_of_life(role: str, name: str, queues: list[str], concurrency: int) -> None:
+    """Says that this Celery worker is alive and consuming."""
+    if away():
+        return
+    sign = json.dumps({"name": name, "queues": queues, "concurrency": concurrency})
+    with best_effort("presence"):
+        client().set(f"presence:{role}:{name}", sign, ex=PRESENCE_SECONDS)
+
+
+def withdraw_sign_of_life(role: str, name: str) -> None:
+    """Says that this Celery worker has stopped."""
+    with best_effort("presence"):
+        client().delete(f"presence:{role}:{name}")
+
+
+def signs_of_life(role: str) -> list[dict[str, Any]]:
+    """The workers of a role that were alive within PRESENCE_SECONDS. Raises `redis.exceptions.RedisError`."""
+    found = list(client().scan_iter(f"presence:{role}:*", count=1000))
+    return [json.loads(sign) for sign in client().mget(found) if sign] if found else []
+
+
+def relay_ran(moment: datetime) -> None:
+    """Says that the relay has drained the outbox."""
+    with best_effort("relay"):
+        client().set(_RELAY_KEY, moment.isoformat())
+
+
+def relay_ran_at() -> datetime | None:
+    """When the relay last drained the outbox. Raises `redis.exceptions.RedisError`."""
+    text = client().get(_RELAY_KEY)
+    return None if text is None else datetime.fromisoformat(str(text))
