@@ -1,12 +1,13 @@
 """One attempt of one delivery: prepare (claim it), act (POST, no transaction open), record (how it ended)."""
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
@@ -41,26 +42,31 @@ class Ending:
 @celery.task("tasks.deliver_webhook")
 def deliver_webhook(delivery_id: str) -> None:
     """Makes the next try of this delivery, unless it is not due or somebody else makes it."""
-    if not _threads().acquire(blocking=False):
-        with db.reading() as view:
-            known = deliveries.find(view, delivery_id)
-        if known is not None and known.state == states.PENDING:
-            _step_back(known, clock.now())
-        return
+    with _a_thread() as granted:
+        if granted:
+            run_once(delivery_id)
+            return
+    known = _find_due(delivery_id, now := clock.now())
+    if known is not None:
+        _step_back(known[0], now)
+
+
+_delivering = 0  # threads of this courier that make a try
+_counting = threading.Lock()
+
+
+@contextlib.contextmanager
+def _a_thread() -> Iterator[bool]:
+    """Whether one more thread may be used, for the block; some are left to the relay and the rescue."""
+    global _delivering
+    with _counting:
+        granted = _delivering < settings().courier_concurrency - _THREADS_FOR_THE_RELAY
+        _delivering += granted
     try:
-        run_once(delivery_id)
+        yield granted
     finally:
-        _threads().release()
-
-
-_semaphore: threading.BoundedSemaphore | None = None
-
-
-def _threads() -> threading.BoundedSemaphore:
-    global _semaphore
-    if _semaphore is None:
-        _semaphore = threading.BoundedSemaphore(settings().courier_concurrency - _THREADS_FOR_THE_RELAY)
-    return _semaphore
+        with _counting:
+            _delivering -= granted
 
 
 def run_once(
@@ -81,11 +87,10 @@ def run_once(
 
 
 def _prepare(delivery_id: str, now: datetime) -> tuple[Delivery, Job] | None:
-    with db.reading() as view:
-        known = deliveries.find(view, delivery_id)
-        job = None if known is None else jobs.find(view, known.job_id)
-    if known is None or job is None or known.state != states.PENDING:
+    found = _find_due(delivery_id, now)
+    if found is None:
         return None
+    known, job = found
     if not _final_state_is_shown(job, known, now):
         _step_back(known, now)
         return None
@@ -93,6 +98,15 @@ def _prepare(delivery_id: str, now: datetime) -> tuple[Delivery, Job] | None:
     with db.transaction() as tx:
         held = deliveries.claim(tx, known, now, now + lease, settings().callback_per_host)
     return None if held is None else (held, job)
+
+
+def _find_due(delivery_id: str, now: datetime) -> tuple[Delivery, Job] | None:
+    with db.reading() as view:
+        known = deliveries.find(view, delivery_id)
+        job = None if known is None else jobs.find(view, known.job_id)
+    if known is None or job is None or known.next_attempt_at is None or known.next_attempt_at > now:
+        return None
+    return known, job
 
 
 def _final_state_is_shown(job: Job, known: Delivery, now: datetime) -> bool:

@@ -306,17 +306,15 @@ def test_a_callback_that_waits_for_nobody_is_found(api: FlaskClient, world: Worl
 @one_database
 def test_callbacks_leave_threads_to_the_relay(api: FlaskClient, world: World, receiver: Receiver) -> None:
     world.set(COURIER_CONCURRENCY=4)
-    deliver_webhook._semaphore = None
     delivery_id = finish(api, receiver.url)
-    try:
-        deliver_webhook._threads().acquire()
+    with deliver_webhook._a_thread() as granted:
+        assert granted
+        relay()
         deliver_webhook.deliver_webhook(delivery_id)
         assert receiver.hooks == [] and world.sql("SELECT state, attempts FROM deliveries") == [("pending", 0)]
-        deliver_webhook._threads().release()
-        deliver_webhook.deliver_webhook(delivery_id)
-        assert len(receiver.hooks) == 1
-    finally:
-        deliver_webhook._semaphore = None
+        assert ("deliver_webhook", delivery_id) in relay(later(2))
+    deliver_webhook.deliver_webhook(delivery_id)
+    assert len(receiver.hooks) == 1
 
 
 # --- when the next try is due ---
