@@ -40,7 +40,7 @@ class Settings(BaseSettings):
     """What the processes are told. Field names are the variables' names in lower case."""
 
     model_config = SettingsConfigDict(
-        env_file=".env", env_ignore_empty=True, extra="ignore", hide_input_in_errors=True, frozen=True)
+        env_ignore_empty=True, extra="ignore", hide_input_in_errors=True, frozen=True)
 
     database_url: str = "sqlite:///var/jobs.sqlite3"  # follows var_dir unless given
     redis_url: str | None = None  # None: the embedded Valkey
@@ -213,15 +213,20 @@ def _one_line(error: ValidationError) -> str:
 def _given(variable: str) -> str:
     from dotenv import dotenv_values
 
-    merged = {name.upper(): value for name, value in {**dotenv_values(".env"), **os.environ}.items()}
+    merged = {name.upper(): value for name, value in {**dotenv_values(env_file()), **os.environ}.items()}
     return merged.get(variable) or ""
+
+
+def env_file() -> str:
+    """The file of settings beside the environment: ENV_FILE, `.env` by default."""
+    return os.environ.get("ENV_FILE", ".env") or os.devnull
 
 
 @functools.lru_cache(maxsize=1)
 def settings() -> Settings:
     """The settings of this process. Raises WrongSetting with one line when a value cannot be used."""
     try:
-        return Settings()
+        return Settings(_env_file=env_file())
     except ValidationError as error:
         raise WrongSetting(_one_line(error)) from None
 

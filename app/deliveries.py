@@ -154,6 +154,20 @@ def claim(
     return _delivery(tx.execute(_claim, {"delivery_id": known.id, "now": now, "until": leased_until}).first())
 
 
+def restage(tx: Connection, delivery_id: str, not_before: datetime, now: datetime) -> None:
+    """Makes the outbox agree with a delivery that is not claimed now: one that is pending has a row for when it is due,
+    but not before then; any other has none."""
+    known = find(tx, delivery_id)
+    if known is None:
+        return
+    _hold(tx, known.host)
+    known = find(tx, delivery_id)
+    if known is not None and known.next_attempt_at is not None:
+        stage(tx, delivery_id, max(known.next_attempt_at, not_before), now)
+    else:
+        outbox.settle(tx, states.DELIVER_WEBHOOK, delivery_id)
+
+
 def _hold(tx: Connection, host: str) -> None:
     """Until the transaction ends, nobody else counts or changes this host's attempts (SQLite has one writer anyway)."""
     if tx.dialect.name == "postgresql":

@@ -29,7 +29,6 @@ def configuration(process: str) -> dict[str, Any]:
             **{name: {"level": "WARNING"} for name in _NOISY},
             "celery.worker.strategy": {"level": "WARNING"},
             "celery.beat": {"level": "WARNING"},
-            "_granian": {"level": "ERROR"},  # it would tell the rise and fall of each of its processes
         },
     }
 

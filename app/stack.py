@@ -53,10 +53,11 @@ def banner(settings: Settings, lines: Sequence[str]) -> str:
         "redis": f"  Redis     {config.redis_url()}",
     }
     where = "\n".join(text for line, text in shown.items() if line in lines)
-    body = '{"n": 100000, "callback_url": "' + hook + '/"}'
-    return (
-        f"\nuketsuke\n{where}\n\nTry:\n  curl -i {api}/jobs -H 'Content-Type: application/json' -d '{body}'\n"
-        "\nCtrl-C stops everything.\n")
+    text = f"\nuketsuke\n{where}\n"
+    if "web" in lines:
+        body = '{"n": 100000, "callback_url": "' + hook + '/"}' if "hooksink" in lines else '{"n": 100000}'
+        text += f"\nTry:\n  curl -i {api}/jobs -H 'Content-Type: application/json' -d '{body}'\n"
+    return text + "\nCtrl-C stops everything.\n"
 
 
 def _chosen(names: Sequence[str], given_redis: bool) -> dict[str, str]:
@@ -70,12 +71,15 @@ def _chosen(names: Sequence[str], given_redis: bool) -> dict[str, str]:
 def run(names: Sequence[str]) -> int:
     """Starts the lines, waits for them, and returns 0 after a stop that was asked for."""
     os.chdir(_ROOT)
-    load_dotenv(".env")
+    load_dotenv(config.env_file())
     os.environ.setdefault("CALLBACK_ALLOW", f"127.0.0.1:{os.environ.get('HOOKSINK_PORT') or 8141}")
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     os.environ["PYTHONUNBUFFERED"] = "1"
     settings = config.settings()
     lines = _chosen(names, settings.redis_url is not None)
+    if not lines:
+        print("nothing to start: REDIS_URL is given")
+        return 0
     kinds.registry()
     check_ports(settings, list(lines))
     if "redis" in lines:
@@ -99,6 +103,8 @@ def main() -> int:
             migrate()
             return 0
         return run(sys.argv[1:])
+    except KeyboardInterrupt:
+        return 130
     except (UketsukeError, OSError) as error:
         print(f"uketsuke: {error}", file=sys.stderr)
         return CANNOT_START

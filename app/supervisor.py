@@ -44,6 +44,11 @@ class _Line(honcho.process.Process):
         super().__init__(*arguments, **more)
         self._child_ctor = _Group
 
+    def run(self, events: Any = None, ignore_signals: bool = False) -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda *_: None)  # forked with the supervisor's own handlers
+        super().run(events, ignore_signals)
+
 
 class Supervisor(honcho.manager.Manager):
     """honcho's manager with the manners above; its event queue passes through `_Events`."""
@@ -63,7 +68,8 @@ class Supervisor(honcho.manager.Manager):
 
     def loop(self) -> None:
         """Runs the lines until they have stopped; `returncode` is then 0 after a stop that was asked for."""
-        signal.signal(signal.SIGHUP, lambda *_: os.kill(os.getpid(), signal.SIGTERM))  # the terminal was closed
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as under nohup
+            signal.signal(signal.SIGHUP, lambda *_: os.kill(os.getpid(), signal.SIGTERM))  # the terminal was closed
         super().loop()
         asked_for = {known["rc"] for known in honcho.manager.SIGNALS.values()}
         self.returncode = 0 if self.returncode in asked_for | {None} else self.returncode
@@ -120,7 +126,7 @@ class _Events:
         if self._again and (self._supervisor.stopping or time.monotonic() >= self._again[0][0]):
             _, name = self._again.pop(0)
             if self._supervisor.stopping:
-                return self._message("stop", name, {"returncode": 0})
+                return self._stop(self._message("stop", name, {"returncode": 0}))
             self._supervisor.start_again(name)
         message = self.queue.get(timeout=timeout)
         if message.type == "start" and self._supervisor.stopping:

@@ -10,7 +10,6 @@ import fcntl
 import os
 import threading
 import time
-from collections import deque
 from collections.abc import Iterator
 
 
@@ -29,14 +28,14 @@ class Turnstile:
     def __init__(self, path: str) -> None:
         self._path = path
         self._lock = threading.Lock()
-        self._taken = False
-        self._waiting: deque[threading.Lock] = deque()
+        self._holder: int | None = None  # a thread's ident
+        self._waiting: dict[int, threading.Event] = {}  # in the order of their coming
 
     @contextlib.contextmanager
     def turn(self, until: float) -> Iterator[None]:
         """Holds the turn for the block. Raises TurnTimeout when it does not come by `until` (`time.monotonic`)."""
-        self._enter(until)
         try:
+            self._enter(until)
             # Opened for each turn: forked processes that share an open file would share its lock.
             descriptor = os.open(self._path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
             try:
@@ -46,26 +45,27 @@ class Turnstile:
                 fcntl.flock(descriptor, fcntl.LOCK_UN)  # a child forked meanwhile holds the same open file
                 os.close(descriptor)
         finally:
-            self._leave()
+            self._leave()  # from wherever: a time limit may raise at any point of this
 
     def _enter(self, until: float) -> None:
+        this, called = threading.get_ident(), threading.Event()
         with self._lock:
-            if not self._taken:
-                self._taken = True
+            if self._holder is None:
+                self._holder = this
                 return
-            called = threading.Lock()
-            called.acquire()
-            self._waiting.append(called)
-        if called.acquire(timeout=max(0.0, until - time.monotonic())):
-            return
+            self._waiting[this] = called
+        called.wait(max(0.0, until - time.monotonic()))
         with self._lock:
-            if called in self._waiting:
-                self._waiting.remove(called)
+            if self._holder != this:
                 raise TurnTimeout
 
     def _leave(self) -> None:
+        """Neither waits nor holds any more; what it held goes to the one that has waited longest."""
+        this = threading.get_ident()
         with self._lock:
-            if self._waiting:
-                self._waiting.popleft().release()
-            else:
-                self._taken = False
+            self._waiting.pop(this, None)
+            if self._holder != this:
+                return
+            self._holder = next(iter(self._waiting), None)
+            if self._holder is not None:
+                self._waiting.pop(self._holder).set()

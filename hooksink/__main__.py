@@ -19,7 +19,7 @@ THREADS = 64  # a slow hook holds one
 
 def main() -> int:
     """Serves until SIGTERM or SIGINT; says in one line why it cannot."""
-    load_dotenv(".env")
+    load_dotenv(os.environ.get("ENV_FILE", ".env") or os.devnull)
     given = os.environ.get("HOOKSINK_PORT") or str(DEFAULT_PORT)
     if not given.isascii() or not given.isdigit() or not 1 <= int(given) <= 65535:
         print(f"hooksink: HOOKSINK_PORT={given!r} cannot be used: 1 to 65535", file=sys.stderr)

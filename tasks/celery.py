@@ -94,7 +94,3 @@ def task(name: str, **options: Any) -> Callable[[Callable[..., None]], Any]:
         return app.task(name=name, **options)(run)
 
     return register
-
-
-def _queues(consumer: Any) -> list[str]:
-    return sorted(queue.name for queue in consumer.task_consumer.queues) if consumer.task_consumer else []

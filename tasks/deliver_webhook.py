@@ -46,9 +46,7 @@ def deliver_webhook(delivery_id: str) -> None:
         if granted:
             run_once(delivery_id)
             return
-    known = _find_due(delivery_id, now := clock.now())
-    if known is not None:
-        _step_back(known[0], now)
+    _step_back(delivery_id, clock.now())
 
 
 _delivering = 0  # threads of this courier that make a try
@@ -87,26 +85,19 @@ def run_once(
 
 
 def _prepare(delivery_id: str, now: datetime) -> tuple[Delivery, Job] | None:
-    found = _find_due(delivery_id, now)
-    if found is None:
+    with db.reading() as view:
+        known = deliveries.find(view, delivery_id)
+        job = None if known is None else jobs.find(view, known.job_id)
+    if known is None or job is None:
         return None
-    known, job = found
-    if not _final_state_is_shown(job, known, now):
-        _step_back(known, now)
+    due = known.next_attempt_at is not None and known.next_attempt_at <= now
+    if not due or not _final_state_is_shown(job, known, now):
+        _step_back(delivery_id, now)
         return None
     lease = timedelta(seconds=settings().callback_timeout_seconds + _LEASE_MARGIN_SECONDS)
     with db.transaction() as tx:
         held = deliveries.claim(tx, known, now, now + lease, settings().callback_per_host)
     return None if held is None else (held, job)
-
-
-def _find_due(delivery_id: str, now: datetime) -> tuple[Delivery, Job] | None:
-    with db.reading() as view:
-        known = deliveries.find(view, delivery_id)
-        job = None if known is None else jobs.find(view, known.job_id)
-    if known is None or job is None or known.next_attempt_at is None or known.next_attempt_at > now:
-        return None
-    return known, job
 
 
 def _final_state_is_shown(job: Job, known: Delivery, now: datetime) -> bool:
@@ -117,11 +108,11 @@ def _final_state_is_shown(job: Job, known: Delivery, now: datetime) -> bool:
     return status.write(job, known) or forgotten
 
 
-def _step_back(known: Delivery, now: datetime) -> None:
-    """Not now: the delivery stays pending, uses no attempt, and its message comes again."""
+def _step_back(delivery_id: str, now: datetime) -> None:
+    """Not now: a delivery that is pending stays so, uses no attempt, and its message comes again."""
     later = now + timedelta(seconds=backoff.jittered(_STEP_BACK_SECONDS, random.random()))
     with db.transaction() as tx:
-        deliveries.stage(tx, known.id, later, now)
+        deliveries.restage(tx, delivery_id, later, now)
 
 
 def body_of(job: Job) -> str:

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import signal
 import socket
 import sqlite3
 from collections.abc import Callable, Iterator
@@ -29,6 +30,12 @@ def valkey() -> Iterator[servers.Valkey]:
             os.environ.pop(name, None)
         os.environ["REDIS_URL"] = server.url
         yield server
+
+
+def pytest_configure() -> None:
+    """A developer's `.env` is not the tests'; and a terminated run still stops what it started."""
+    os.environ["ENV_FILE"] = ""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

@@ -69,7 +69,7 @@ class Site:
         self.hook_log = folder / "hook.log"
         self.env = {name: os.environ[name] for name in INHERITED if name in os.environ}
         self.env |= {
-            "PYTHONPATH": str(ROOT), "PORT": str(self.port), "HOOKSINK_PORT": str(self.hook_port),
+            "ENV_FILE": "", "PYTHONPATH": str(ROOT), "PORT": str(self.port), "HOOKSINK_PORT": str(self.hook_port),
             "FLOWER_PORT": str(self.flower_port), "VAR_DIR": str(folder), "HOOK_LOG": str(self.hook_log),
             "DATABASE_URL": f"sqlite:///{folder}/jobs.sqlite3", "WORKER_CONCURRENCY": "2",
             "CALLBACK_ALLOW": f"127.0.0.1:{self.hook_port}", "PYTHONUNBUFFERED": "1",

@@ -4,6 +4,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -300,6 +301,16 @@ def test_a_line_that_dies_is_started_again_and_one_that_is_stopped_is_not(tmp_pa
             wait_until(lambda: client.llen("q:jobs2") == 1)
         assert site.get(f"/jobs/{waiting}").json()["status"] == "queued"
         assert stack.stop() == 0
+
+
+def test_a_stop_while_a_line_is_down_is_clean_too(tmp_path: Path) -> None:
+    with Site(tmp_path) as site:
+        stack = site.start("redis", "web", "courier", "beat")
+        wait_until(lambda: site.answers("/health", 200))
+        process_of(stack, "beat --scheduler").kill()
+        wait_until(lambda: "it is started again" in stack.output())
+        assert stack.stop(seconds=12) == 0
+        assert "redis stopped (rc=0)" in re.sub(" +", " ", stack.output())
 
 
 def test_two_servers_never_share_their_data(tmp_path: Path) -> None:

@@ -75,6 +75,7 @@ def test_an_open_api_stays_on_loopback(monkeypatch: pytest.MonkeyPatch, host: st
 
 
 def test_the_environment_goes_before_the_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("ENV_FILE")
     (tmp_path / ".env").write_text("PORT=9001\nWEB_THREADS=7\nSOMETHING_ELSE=1\n")
     monkeypatch.setenv("PORT", "9002")
     assert (config.settings().port, config.settings().web_threads) == (9002, 7)

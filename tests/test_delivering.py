@@ -295,6 +295,25 @@ def test_no_host_gets_more_attempts_at_a_time_than_allowed(
     assert world.sql("SELECT DISTINCT state FROM deliveries") == [("delivered",)]
 
 
+def test_a_message_too_many_leaves_no_row_behind(api: FlaskClient, world: World, receiver: Receiver) -> None:
+    """A repeated message, or a courier without a free thread, meets a delivery that is done, or due much later."""
+    receiver.respond = receivers.status(500)
+    delivery_id = finish(api, receiver.url)
+    first, second = later(0), later(1000)
+    deliver_webhook.run_once(delivery_id, now=lambda: first)
+    deliver_webhook.run_once(delivery_id, now=lambda: second)
+    (due,) = world.sql("SELECT available_at FROM outbox WHERE task = 'deliver_webhook'")[0]
+    deliver_webhook.run_once(delivery_id)
+    deliver_webhook._step_back(delivery_id, clock.now())
+    assert world.sql("SELECT available_at, state FROM outbox WHERE task = 'deliver_webhook'") == [(due, "waiting")]
+    receiver.respond = None
+    assert deliver_webhook.run_once(delivery_id, now=lambda: later(2000)).state == "delivered"
+    with db.transaction() as tx:
+        deliveries.stage(tx, delivery_id, clock.now(), clock.now())
+    deliver_webhook.run_once(delivery_id)
+    assert world.count("outbox", "task = 'deliver_webhook'") == 0
+
+
 def test_a_callback_that_waits_for_nobody_is_found(api: FlaskClient, world: World, receiver: Receiver) -> None:
     delivery_id = finish(api, receiver.url)
     world.sql("DELETE FROM outbox WHERE task = 'deliver_webhook'")

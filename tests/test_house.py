@@ -5,6 +5,7 @@ import ast
 import contextlib
 import fcntl
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -20,6 +21,7 @@ from sqlalchemy.exc import OperationalError
 
 from app import db, kinds, schema, stack, states
 from app.errors import WrongSetting
+from app.turnstile import Turnstile
 from tests.conftest import World
 from tests.servers import wait_until
 
@@ -145,6 +147,57 @@ def test_a_queue_held_elsewhere_costs_one_thread_and_no_more(world: World, monke
         thread.join()
     assert len(ended["written"]) == 1
     world.sql("UPDATE notes SET owner = 'x'")
+
+
+class TooLong(Exception):
+    """A time limit, raised by a signal's handler."""
+
+
+def test_a_time_limit_in_the_queue_leaves_it_to_the_others(tmp_path: Path) -> None:
+    turnstile, held, let_go = Turnstile(str(tmp_path / "turn")), threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with turnstile.turn(time.monotonic() + 10):
+            held.set()
+            let_go.wait(20)
+
+    def limit(*_: Any) -> None:
+        raise TooLong
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    assert held.wait(20)
+    before = signal.signal(signal.SIGALRM, limit)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        with pytest.raises(TooLong):
+            with turnstile.turn(time.monotonic() + 10):
+                pass
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    let_go.set()
+    holder.join()
+    for _ in range(3):
+        with turnstile.turn(time.monotonic() + 5):
+            pass
+
+
+def test_writers_of_a_process_are_served_in_order(tmp_path: Path) -> None:
+    turnstile, served = Turnstile(str(tmp_path / "turn")), []
+
+    def write(number: int) -> None:
+        with turnstile.turn(time.monotonic() + 20):
+            served.append(number)
+
+    with turnstile.turn(time.monotonic() + 5):
+        threads = []
+        for number in range(8):
+            threads.append(threading.Thread(target=write, args=(number,)))
+            threads[-1].start()
+            wait_until(lambda: len(turnstile._waiting) == number + 1)
+    for thread in threads:
+        thread.join()
+    assert served == list(range(8))
 
 
 def test_an_unknown_word_cannot_be_stored(world: World) -> None:

@@ -6,6 +6,7 @@ import sys
 
 from granian import Granian
 from granian.constants import Interfaces
+from granian.log import LogLevels
 
 from app import config, db, kinds, logs, ports
 from app.errors import UketsukeError, WrongSetting
@@ -32,7 +33,7 @@ def main() -> int:
         "app.api:create_app", factory=True, interface=Interfaces.WSGI, websockets=False,
         address=settings.host, port=settings.port, workers=settings.web_workers,
         blocking_threads=settings.web_threads, backlog=1024, respawn_failed_workers=True,
-        workers_kill_timeout=10, log_dictconfig=logs.configuration("web"),
+        workers_kill_timeout=10, log_dictconfig=logs.configuration("web"), log_level=LogLevels.error,
     ).serve()
     return 0
 
