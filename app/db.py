@@ -119,14 +119,14 @@ def check_tables() -> None:
 
 
 def use_wal() -> None:
-    """Puts a SQLite file into WAL mode, for good. Raises RuntimeError where that cannot be (a network file system)."""
+    """Puts a SQLite file into WAL mode, for good. Raises WrongSetting where that cannot be (a network file system)."""
     raw = engine().raw_connection()
     try:
         mode = raw.cursor().execute("PRAGMA journal_mode=WAL").fetchone()[0]
     finally:
         raw.close()
     if mode != "wal":
-        raise RuntimeError(f"{engine().url.database}: this file system cannot hold a database of several processes")
+        raise WrongSetting("DATABASE_URL: this file system cannot hold a database of several processes")
 
 
 def _make(url: str) -> Engine:
@@ -150,7 +150,7 @@ def _make_sqlite(url: str) -> Engine:
     from pysqlite3 import dbapi2
 
     if dbapi2.sqlite_version_info < _SQLITE_OLDEST:
-        raise RuntimeError(f"SQLite {dbapi2.sqlite_version} is older than {'.'.join(map(str, _SQLITE_OLDEST))}")
+        raise WrongSetting(f"SQLite {dbapi2.sqlite_version} is older than {'.'.join(map(str, _SQLITE_OLDEST))}")
     Path(make_url(url).database or "").parent.mkdir(parents=True, exist_ok=True)
     made = create_engine(
         url, module=dbapi2, pool_size=_POOL_SIZE, max_overflow=_POOL_OVERFLOW, hide_parameters=True,

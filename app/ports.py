@@ -14,3 +14,8 @@ def is_free(host: str, port: int) -> bool:
         except OSError:
             return False
         return True
+
+
+def url(host: str, port: int) -> str:
+    """Where a client finds it; an IPv6 address stands in brackets (RFC 3986 3.2.2)."""
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"

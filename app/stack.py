@@ -44,11 +44,10 @@ def check_ports(settings: Settings, lines: Sequence[str]) -> None:
 
 def banner(settings: Settings, lines: Sequence[str]) -> str:
     """Where to look, and a line to try."""
-    api = f"http://{settings.host}:{settings.port}"
-    hook = f"http://127.0.0.1:{settings.hooksink_port}"
+    api, hook = ports.url(settings.host, settings.port), ports.url("127.0.0.1", settings.hooksink_port)
     shown = {
         "web": f"  API       {api}        health: {api}/health/ready",
-        "flower": f"  Flower    http://127.0.0.1:{settings.flower_port}",
+        "flower": f"  Flower    {ports.url('127.0.0.1', settings.flower_port)}",
         "hooksink": f"  hooksink  {hook}        its log: {settings.hook_log or settings.var_dir / 'hook.log'}",
         "redis": f"  Redis     {config.redis_url()}",
     }

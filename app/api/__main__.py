@@ -28,7 +28,7 @@ def main() -> int:
     logs.configure("web")
     if not settings.api_tokens:
         log.warning("API_TOKENS is not set: the API is open to whoever reaches it")
-    log.info("listening", extra={"address": f"http://{settings.host}:{settings.port}"})
+    log.info("listening", extra={"address": ports.url(settings.host, settings.port)})
     Granian(
         "app.api:create_app", factory=True, interface=Interfaces.WSGI, websockets=False,
         address=settings.host, port=settings.port, workers=settings.web_workers,

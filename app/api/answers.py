@@ -24,6 +24,4 @@ def accepted(receipt: Receipt) -> Response:
         headers["Link"] = f'</notes/{receipt.note_id}>; rel="related"'
     if receipt.replayed:
         headers["Idempotent-Replayed"] = "true"
-    response = Response(receipt.body, 202, headers, content_type="application/json")
-    response.autocorrect_location_header = False
-    return response
+    return Response(receipt.body, 202, headers, content_type="application/json")

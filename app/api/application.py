@@ -20,7 +20,6 @@ def create_app() -> Flask:
     app = Flask("uketsuke", static_folder=None)
     app.url_map.merge_slashes = False  # its redirect would be built from the Host header
     app.url_map.strict_slashes = False  # /jobs/ is /jobs, without a redirect that would lose a POST's body
-    app.json.ensure_ascii = False  # type: ignore[attr-defined]
     kinds.registry()
     app.before_request(_name_request)
     app.before_request(tokens.require)

@@ -6,6 +6,7 @@ from typing import Any
 
 from flask import Blueprint, Response
 from pydantic import ValidationError
+from sqlalchemy import Connection
 
 from app import clock, db, deliveries, ids, jobs, kinds, retention, states, status, submissions
 from app.api import answers, door, tokens
@@ -47,14 +48,11 @@ def _kind(name: Any) -> Kind:
 def poll(job_id: str) -> Response:
     """The job as it is, from the view when that knows it, else from SQL."""
     if not ids.is_id(job_id):
-        raise NotFound("no job has this id")
+        raise _unknown()
     shown = status.read(job_id)
-    if shown is None:
-        document = _from_sql(job_id)
-    elif shown.owner == tokens.owner():
-        document = shown.document
-    else:
-        raise NotFound("no job has this id")
+    if shown is not None and shown.owner != tokens.owner():
+        raise _unknown()
+    document = _from_sql(job_id) if shown is None else shown.document
     answer = answers.of_json(document)
     if document["status"] not in states.FINAL:
         answer.headers["Retry-After"] = str(answers.RETRY_AFTER_SECONDS)
@@ -65,9 +63,9 @@ def poll(job_id: str) -> Response:
 def list_deliveries(job_id: str) -> Response:
     """Every try to tell the job's end."""
     if not ids.is_id(job_id):
-        raise NotFound("no job has this id")
-    _from_sql(job_id)
+        raise _unknown()
     with db.reading() as view:
+        _find(view, job_id)
         attempts = deliveries.attempts_of_job(view, job_id)
     return answers.of_json({"deliveries": [deliveries.attempt_as_document(attempt) for attempt in attempts]})
 
@@ -75,19 +73,24 @@ def list_deliveries(job_id: str) -> Response:
 def _from_sql(job_id: str) -> dict[str, Any]:
     """SQL's answer, put back into the view. Raises NotFound and Expired."""
     with db.reading() as view:
-        job = _readable(jobs.find(view, job_id))
-        if job is None:
-            raise retention.find_tombstone(view, job_id, tokens.owner()) or NotFound("no job has this id")
+        job = _find(view, job_id)
         delivery = None if job.callback_url is None else deliveries.latest_of_job(view, job_id)
     status.write(job, delivery)
     return status.document(job, delivery)
 
 
-def _readable(job: Job | None) -> Job | None:
-    """The job, when it is this owner's. Raises NotFound and Expired."""
-    if job is not None and job.owner != tokens.owner():
-        raise NotFound("no job has this id")
-    if job is not None and job.expires_at is not None and job.finished_at is not None:
-        if job.expires_at <= clock.now():
-            raise Expired(job.id, job.kind, job.status, job.finished_at, job.expires_at)
+def _unknown() -> NotFound:
+    """There is no such job, or it is another owner's: nobody can tell which."""
+    return NotFound("no job has this id")
+
+
+def _find(view: Connection, job_id: str) -> Job:
+    """This owner's job by a well-formed id. Raises NotFound and Expired."""
+    job = jobs.find(view, job_id)
+    if job is None:
+        raise retention.find_tombstone(view, job_id, tokens.owner()) or _unknown()
+    if job.owner != tokens.owner():
+        raise _unknown()
+    if job.expires_at is not None and job.finished_at is not None and job.expires_at <= clock.now():
+        raise Expired(job.id, job.kind, job.status, job.finished_at, job.expires_at)
     return job

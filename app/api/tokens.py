@@ -29,7 +29,7 @@ def _owner_of(token: str) -> str | None:
 def _refuse() -> None:
     from app.api.problems import Problem
 
-    raise Problem("unauthorized", "a bearer token is needed", headers={"WWW-Authenticate": 'Bearer realm="uketsuke"'})
+    raise Problem("unauthorized", "a bearer token is needed", headers={"WWW-Authenticate": _auth.authenticate_header()})
 
 
 def require() -> Any:
