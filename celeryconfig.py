@@ -6,6 +6,7 @@ _settings = config.settings()
 broker_url = config.broker_url()
 broker_connection_retry_on_startup = True
 broker_connection_max_retries = None  # for ever: a broker that returns is used again without a restart
+broker_channel_error_retry = True  # a Redis that is read-only or out of memory is a broker that is away
 broker_transport_options = {"confirm_publish": True} if broker_url.startswith("amqp") else {
     "visibility_timeout": _settings.broker_visibility_timeout_seconds,
     "socket_timeout": 5,
@@ -16,6 +17,7 @@ broker_transport_options = {"confirm_publish": True} if broker_url.startswith("a
 
 imports = (
     "tasks.relay_outbox", "tasks.run_job", "tasks.deliver_webhook", "tasks.rescue_stalled", "tasks.prune_expired",
+    "tasks.stopping",
 )
 task_serializer = "json"
 accept_content = ["json"]
@@ -25,6 +27,8 @@ task_default_queue = "q:jobs2"
 task_send_sent_event = True  # Flower then knows the names of tasks that no worker has received yet
 worker_send_task_events = True
 
+worker_consumer = "tasks.broker:Reconnecting"
+beat_scheduler = "tasks.broker:Clock"
 worker_concurrency = _settings.worker_concurrency
 worker_prefetch_multiplier = 1  # with late acknowledgement: a short job never waits behind a long one
 worker_max_tasks_per_child = 10_000

@@ -75,6 +75,7 @@ class Settings(BaseSettings):
     prune_interval_seconds: float = Field(60, gt=0, le=86_400)
     worker_concurrency: int = Field(default_factory=lambda: os.cpu_count() or 1, ge=1, le=1024)
     worker_queues: Texts = ("q:jobs2",)
+    worker_stop_seconds: float = Field(25, ge=0, le=86_400)  # SIGTERM to release; platforms kill after 30
     courier_concurrency: int = Field(64, ge=4, le=1024)  # threads that wait on the network
     broker_visibility_timeout_seconds: int = Field(3600, ge=5)  # Redis brokers only; no promise hangs on it
 

@@ -3,15 +3,15 @@ row as it is afterwards, or None when it did not win."""
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, fields
 from datetime import datetime, timedelta
 from typing import Any
 
 from sqlalchemy import Connection, bindparam, func, insert, select, update
 
 from app import states
-from app.clock import isoformat
+from app.clock import isoformat, now as the_present
 from app.schema import Moment, jobs
 
 MAX_MESSAGE_LENGTH = 1000
@@ -45,13 +45,14 @@ class Job:
     started_at: datetime | None
     finished_at: datetime | None
     expires_at: datetime | None
+    as_of: datetime = field(default_factory=the_present, compare=False)  # when the row was read; not a column
 
     @property
     def final(self) -> bool:
         return self.status in states.FINAL
 
 
-_columns = [jobs.c[field.name] for field in fields(Job)]
+_columns = [jobs.c[column.name] for column in fields(Job) if column.name != "as_of"]
 
 
 def _job(row: Any) -> Job | None:
@@ -86,7 +87,9 @@ def path(job_id: str) -> str:
 # --- reading ---
 
 _find = select(*_columns).where(jobs.c.id == bindparam("job_id"))
-_count_running = select(func.count()).where(jobs.c.status == states.RUNNING, jobs.c.queue == bindparam("in_queue"))
+_count_running = select(func.count()).where(
+    jobs.c.status == states.RUNNING, jobs.c.queue.in_(bindparam("in_queues", expanding=True)))
+_held_by = select(*_columns).where(jobs.c.status == states.RUNNING, jobs.c.worker == bindparam("by"))
 _oldest_unfinished = select(func.min(jobs.c.created_at)).where(jobs.c.status.in_([states.QUEUED, states.RUNNING]))
 _last_started = (
     select(jobs.c.started_at, jobs.c.published_at)
@@ -99,9 +102,14 @@ def find(view: Connection, job_id: str) -> Job | None:
     return _job(view.execute(_find, {"job_id": job_id}).first())
 
 
-def count_running(view: Connection, queue: str) -> int:
-    """How many jobs of a queue are being run."""
-    return view.execute(_count_running, {"in_queue": queue}).scalar_one()
+def count_running(view: Connection, queues: Collection[str]) -> int:
+    """How many jobs of these queues are being run."""
+    return view.execute(_count_running, {"in_queues": list(queues)}).scalar_one()
+
+
+def held_by(view: Connection, worker: str) -> list[Job]:
+    """The jobs that this worker is running."""
+    return [Job(*row) for row in view.execute(_held_by, {"by": worker})]
 
 
 def oldest_unfinished(view: Connection) -> datetime | None:
@@ -185,6 +193,14 @@ _requeue = _move(*_held).values(status=states.QUEUED, lease_until=None, progress
 def requeue(tx: Connection, held: Job) -> Job | None:
     """running → queued: this attempt is over, another one follows. The caller stages its message."""
     return _job(tx.execute(_requeue, {"job_id": held.id, "held": held.attempt}).first())
+
+
+_release = _requeue.values(max_attempts=jobs.c.max_attempts + 1)
+
+
+def release(tx: Connection, held: Job) -> Job | None:
+    """running → queued: the worker had to stop. As `requeue`, but the attempt is not held against the job."""
+    return _job(tx.execute(_release, {"job_id": held.id, "held": held.attempt}).first())
 
 
 _touch = _move(jobs.c.id == bindparam("job_id"))

@@ -18,6 +18,7 @@ from app.config import Settings
 from app.errors import UketsukeError, WrongSetting
 from app.supervisor import CANNOT_START, Supervisor
 
+_STOP_MARGIN_SECONDS = 5  # for a line to end, beyond what it may take to finish or release its work
 _ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -72,6 +73,7 @@ def run(names: Sequence[str]) -> int:
     os.chdir(_ROOT)
     load_dotenv(config.env_file())
     os.environ.setdefault("CALLBACK_ALLOW", f"127.0.0.1:{os.environ.get('HOOKSINK_PORT') or 8141}")
+    os.environ.setdefault("WORKER_STOP_SECONDS", "5")  # a person waits, and nothing is lost
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     os.environ["PYTHONUNBUFFERED"] = "1"
     settings = config.settings()
@@ -86,7 +88,7 @@ def run(names: Sequence[str]) -> int:
         embedded.settle_port()
     migrate()
     signing.callback_secrets()
-    supervisor = Supervisor()
+    supervisor = Supervisor(_STOP_MARGIN_SECONDS + max(settings.worker_stop_seconds, settings.callback_timeout_seconds))
     for name, line in lines.items():
         supervisor.add_process(name, line)
     print(banner(settings, list(lines)), flush=True)

@@ -27,19 +27,27 @@ from app.jobs import Job
 log = logging.getLogger("uketsuke.status")
 
 WAKE_KEY = "outbox:wake"
-# Short, since a stale hash of an unfinished job heals when it ends; heartbeats renew it.
+# How long a state that will change is shown, from when SQL had it: a stale one heals when that ends, and a write that
+# comes later than that (its process or Redis stood still) shows nothing. Heartbeats renew it.
 UNFINISHED_TTL_SECONDS = 10
 FINAL_TTL_SECONDS = 3600
 _ANSWER_SECONDS = 0.5  # how long a request may wait for Redis
 _PAUSE_SECONDS = 1.0  # after an error Redis is left alone for so long, so that a dead one costs one wait, not each
 
-# One step: an older version never covers a later one, and no hash is ever without its time to live.
+# One step: an older version never covers a later one, and no hash is ever without its time to live. ARGV[3] is when SQL
+# had this state, in milliseconds, or empty when it does not age.
 _WRITE = """
+local left = tonumber(ARGV[2])
+if ARGV[3] ~= '' then
+  local now = redis.call('TIME')
+  left = math.min(left, left + tonumber(ARGV[3]) - math.floor(now[1] * 1000 + now[2] / 1000))
+  if left <= 0 then return 0 end
+end
 local have = redis.call('HGET', KEYS[1], 'version')
 if have and tonumber(have) > tonumber(ARGV[1]) then return 0 end
 redis.call('DEL', KEYS[1])
-redis.call('HSET', KEYS[1], 'version', ARGV[1], unpack(ARGV, 3))
-redis.call('PEXPIRE', KEYS[1], ARGV[2])
+redis.call('HSET', KEYS[1], 'version', ARGV[1], unpack(ARGV, 4))
+redis.call('PEXPIRE', KEYS[1], left)
 return 1
 """
 
@@ -106,14 +114,16 @@ def write(job: Job, callback: Delivery | None = None, wake: bool = False) -> boo
 
     For a job with a callback, `callback` is its delivery once there is one.
     """
-    if away() or (left := _milliseconds_to_live(job)) <= 0:
+    settled = job.final and (callback is None or callback.finished_at is not None)
+    if away() or (left := _milliseconds_to_live(job, settled)) <= 0:
         return False
+    as_of = "" if settled else int(job.as_of.timestamp() * 1000)
     shown = document(job, callback)
     fields: list[str | int] = [
         "job_id", job.id, "kind", job.kind, "status", job.status, "attempt", job.attempt, "owner", job.owner,
         "document", json.dumps(shown, ensure_ascii=False, separators=(",", ":"))]
     with best_effort("write"), client().pipeline(transaction=False) as pipe:
-        pipe.eval(_WRITE, 1, key(job.id), job.version, left, *fields)
+        pipe.eval(_WRITE, 1, key(job.id), job.version, left, as_of, *fields)
         if wake:
             _wake(pipe)
         pipe.execute()
@@ -121,11 +131,11 @@ def write(job: Job, callback: Delivery | None = None, wake: bool = False) -> boo
     return False
 
 
-def _milliseconds_to_live(job: Job) -> int:
-    if job.expires_at is None:
-        return UNFINISHED_TTL_SECONDS * 1000
-    left = (job.expires_at - the_present()).total_seconds()
-    return int(min(left, FINAL_TTL_SECONDS) * 1000)
+def _milliseconds_to_live(job: Job, settled: bool) -> int:
+    seconds = float(FINAL_TTL_SECONDS if settled else UNFINISHED_TTL_SECONDS)
+    if job.expires_at is not None:
+        seconds = min(seconds, (job.expires_at - the_present()).total_seconds())
+    return int(seconds * 1000)
 
 
 def read(job_id: str) -> View | None:

@@ -19,7 +19,6 @@ import honcho.manager
 import honcho.process
 from honcho.printer import Message, Printer
 
-STOP_SECONDS = 15  # for what is running to end by itself after SIGTERM
 CANNOT_START = 2  # the exit status of a line that has said why in one line: everything stops
 _AGAIN_SECONDS = 1.0
 _LAST = frozenset({"redis"})  # the others say goodbye to it
@@ -56,8 +55,9 @@ class Supervisor(honcho.manager.Manager):
     events: Any
     returncode: int | None
 
-    def __init__(self) -> None:
-        honcho.manager.KILL_WAIT = STOP_SECONDS
+    def __init__(self, stop_seconds: float) -> None:
+        """`stop_seconds`: what a line gets to stop by itself, before it is killed."""
+        honcho.manager.KILL_WAIT = stop_seconds
         super().__init__(Printer(sys.stdout, prefix=True))
         self._process_ctor = _Line
         self.events = _Events(self, self.events)

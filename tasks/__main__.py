@@ -30,8 +30,8 @@ def courier(settings: Settings) -> list[str]:
 
 
 def beat(settings: Settings) -> list[str]:
-    """The clock. Its schedule is kept in memory: no file to corrupt, no pid file to be left behind."""
-    return ["beat", "--scheduler", "celery.beat:Scheduler", "--pidfile="]
+    """The clock. No pid file, which would be left behind."""
+    return ["beat", "--pidfile="]
 
 
 def flower(settings: Settings) -> list[str]:

@@ -30,6 +30,7 @@ class Attempt:
         self._lost = threading.Event()
         self._ended = threading.Event()
         self._progress: tuple[int, int] | None = None
+        self._as_of = held.as_of  # when it was known last that the attempt is ours
         self._shown_at = 0.0
         self._heart = threading.Thread(target=self._beat, name=f"lease-{held.id}", daemon=True)
 
@@ -52,7 +53,7 @@ class Attempt:
 
     def _as_shown(self) -> Job:
         done, total = self._progress or (None, None)
-        return Job(**{**vars(self._held), "progress_done": done, "progress_total": total})
+        return Job(**{**vars(self._held), "progress_done": done, "progress_total": total, "as_of": self._as_of})
 
     def __enter__(self) -> Attempt:
         self._heart.start()
@@ -81,7 +82,9 @@ class Attempt:
             after = jobs.extend_lease(tx, self._held, clock.now() + timedelta(seconds=lease), done, total)
         if after is None:
             self._lost.set()
-        elif not self._ended.is_set():
+            return
+        self._as_of = after.as_of
+        if not self._ended.is_set():
             status.write(after)
 
 

@@ -30,13 +30,16 @@ _HARD_LIMIT_AFTER_SECONDS = 10.0  # a function that swallows its soft limit is k
 
 _at_once = threading.BoundedSemaphore(2)  # a deep outbox takes many ticks; they must not take all of the threads
 
+# AttributeError is what kombu's channels raise once their connection has gone: no fault of the row.
+_AWAY = (BrokerAway, RedisError, OSError, AttributeError)
+
 Publish = Callable[[Row], None]
 
 
 def publish(row: Row) -> None:
     """Hands one message to the broker; it carries the row's target id and nothing else.
 
-    Raises BrokerAway, RedisError or OSError when the broker takes nothing now, anything else when this row cannot be
+    Raises one of _AWAY when the broker takes nothing now, anything else when this row cannot be
     published at all.
     """
     limits = {}
@@ -70,7 +73,7 @@ def _publish_all(publish: Publish, lease: str, rows: list[Row], now: Callable[[]
             continue
         try:
             publish(row)
-        except (BrokerAway, RedisError, OSError) as error:
+        except _AWAY as error:
             log.warning("the broker is away", extra={"error": f"{type(error).__name__}: {error}"})
             left.append(row.id)
         except Exception as error:  # the row's own fault: it must not hold up the rows behind it

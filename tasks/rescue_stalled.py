@@ -114,12 +114,13 @@ def _lost_before(queue: str, now: datetime, free_since: dict[str, datetime]) -> 
     """
     margin = timedelta(seconds=LOST_AFTER_SECONDS)
     if queue == CALLBACKS:  # the courier takes every message at once: what it cannot deliver now it stages again
-        return now - margin if _living("courier", queue) else None
+        return now - margin if _living("courier", queue)[0] else None
+    slots, served = _living("worker", queue)
     with db.reading() as view:
-        running = jobs.count_running(view, queue)
+        running = jobs.count_running(view, served | {queue})
         started_at, published_at = jobs.last_started(view, queue) or (None, None)
     since = free_since.setdefault(queue, now)
-    if _living("worker", queue) <= running:
+    if slots <= running:
         free_since.pop(queue, None)
     elif started_at is not None and started_at > since:
         free_since[queue] = now
@@ -128,9 +129,11 @@ def _lost_before(queue: str, now: datetime, free_since: dict[str, datetime]) -> 
     return None if published_at is None else published_at - margin  # consumption has moved past it
 
 
-def _living(role: str, queue: str) -> int:
-    """The slots of this queue's living consumers; 0 when Redis does not tell."""
+def _living(role: str, queue: str) -> tuple[int, set[str]]:
+    """The slots of this queue's living consumers, and every queue that they serve with them; none when Redis does not
+    tell."""
     try:
-        return sum(sign["concurrency"] for sign in presence.signs_of_life(role) if queue in sign["queues"])
+        signs = [sign for sign in presence.signs_of_life(role) if queue in sign["queues"]]
     except (RedisError, OSError):
-        return 0
+        return 0, set()
+    return sum(sign["concurrency"] for sign in signs), {served for sign in signs for served in sign["queues"]}

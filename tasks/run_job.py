@@ -5,6 +5,7 @@ import json
 import logging
 import os
 import random
+import secrets
 import socket
 import time
 from collections.abc import Callable
@@ -28,6 +29,8 @@ from tasks.attempt import Attempt
 
 log = logging.getLogger("uketsuke.run")
 
+# Whose the jobs are that this worker runs: all of its processes', which are forked, and no other's, ever.
+WORKER = f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(4)}"
 _FINISH_AGAIN_SECONDS = 1.0  # between tries to write an end that the database did not take
 
 
@@ -80,10 +83,9 @@ def run_once(job_id: str, now: Callable[[], datetime] = clock.now) -> Job | None
 
 
 def _claim(job_id: str, now: datetime) -> Job | None:
-    worker = f"{socket.gethostname()}:{os.getpid()}"
     with db.transaction() as tx:
         published_at = outbox.settle(tx, states.RUN_JOB, job_id)
-        held = jobs.start(tx, job_id, worker, now, now + timedelta(seconds=settings().lease_seconds), published_at)
+        held = jobs.start(tx, job_id, WORKER, now, now + timedelta(seconds=settings().lease_seconds), published_at)
     return held
 
 

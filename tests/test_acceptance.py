@@ -286,7 +286,7 @@ def test_a_line_that_dies_is_started_again_and_one_that_is_stopped_is_not(tmp_pa
         site.wait_ready()
         job_id = site.submit(kind="nap", seconds=1)
         wait_until(lambda: site.get(f"/jobs/{job_id}").json()["status"] == "running")
-        for words in ("--queues q:jobs2", "valkey-server", "beat --scheduler", "relay,callbacks", "-m app.api"):
+        for words in ("--queues q:jobs2", "valkey-server", "beat --pidfile", "relay,callbacks", "-m app.api"):
             dying = process_of(stack, words)
             dying.kill()
             dying.wait(10)
@@ -307,7 +307,7 @@ def test_a_stop_while_a_line_is_down_is_clean_too(tmp_path: Path) -> None:
     with Site(tmp_path) as site:
         stack = site.start("redis", "web", "courier", "beat")
         wait_until(lambda: site.answers("/health", 200))
-        process_of(stack, "beat --scheduler").kill()
+        process_of(stack, "beat --pidfile").kill()
         wait_until(lambda: "it is started again" in stack.output())
         assert stack.stop(seconds=12) == 0
         assert "redis stopped (rc=0)" in re.sub(" +", " ", stack.output())

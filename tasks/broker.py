@@ -1,0 +1,80 @@
+"""Celery's own processes while the broker is in trouble: they stay, try again soon, and leave no heap of ticks."""
+from __future__ import annotations
+
+import contextlib
+import logging
+from typing import Any
+
+from celery import beat
+from celery.worker import state
+from celery.worker.consumer import Consumer
+from kombu import Connection
+
+log = logging.getLogger("uketsuke.broker")
+
+# What kombu's channels raise when they are used, or closed, after their connection has gone.
+_GONE: tuple[type[Exception], ...] = (AttributeError,)
+AGAIN_SECONDS = 1.0  # between tries to reach the broker; Celery's own wait grows to 30 s
+_TICKS_WAITING = 4  # more of them in the queue, and nobody takes any: further ones would only be a burst later
+
+
+def _connect(connection: Connection, on_error: Any, callback: Any = None) -> Connection:
+    return connection.ensure_connection(
+        on_error, None, interval_start=AGAIN_SECONDS, interval_step=0, callback=callback)
+
+
+class Reconnecting(Consumer):
+    """Celery's consumer, for the worker and the courier."""
+
+    def __init__(self, *arguments: Any, **more: Any) -> None:
+        super().__init__(*arguments, **more)
+        self.connection_errors += _GONE
+
+    def ensure_connected(self, conn: Connection) -> Connection:
+        def on_error(error: Exception, interval: float) -> None:
+            log.error("the broker is away", extra={"error": f"{type(error).__name__}: {error}"})
+
+        connected = _connect(conn, on_error, state.maybe_shutdown)
+        self.first_connection_attempt = False
+        return connected
+
+    def on_connection_error_after_connected(self, exc: Exception) -> None:
+        # What is left of a connection may fail in any way while it is closed; it must not end the worker.
+        try:
+            super().on_connection_error_after_connected(exc)
+        except Exception as error:
+            log.warning("the old connection did not close", extra={"error": f"{type(error).__name__}: {error}"})
+            self.connection = None
+
+
+class Clock(beat.Scheduler):
+    """Beat's schedule, in memory: no file that could be corrupt. After a stand-still each entry is due once."""
+
+    def _ensure_connected(self) -> Connection:
+        def on_error(error: Exception, interval: float) -> None:
+            log.error("the broker is away", extra={"error": f"{type(error).__name__}: {error}"})
+
+        return _connect(self.connection, on_error)
+
+    def apply_entry(self, entry: Any, producer: Any = None) -> None:
+        broken = self.connection.connection_errors + self.connection.channel_errors + _GONE
+        try:
+            waiting = self._waiting(entry.options["queue"])
+        except broken:
+            self._forget_connection()
+            waiting = 0
+        if waiting > _TICKS_WAITING:
+            log.warning("ticks are waiting: no courier takes them", extra={"task": entry.task})
+        else:
+            super().apply_entry(entry, self.producer)
+
+    def _waiting(self, queue: str) -> int:
+        return self.producer.channel.queue_declare(
+            queue, durable=True, exclusive=False, auto_delete=False).message_count
+
+    def _forget_connection(self) -> None:
+        """A connection that failed may stay broken for good; the next use makes another."""
+        forgotten = self.__dict__.pop("connection")
+        self.__dict__.pop("producer", None)
+        with contextlib.suppress(Exception):
+            forgotten.collect(socket_timeout=AGAIN_SECONDS)

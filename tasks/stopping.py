@@ -1,0 +1,60 @@
+"""What a worker does with its jobs when it is asked to stop: they have WORKER_STOP_SECONDS to end by themselves, then
+they are released, and others run them at once."""
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import threading
+from datetime import datetime
+from typing import Any
+
+from celery import signals
+from celery.concurrency import prefork
+
+from app import clock, db, jobs, status
+from app.config import settings
+from app.jobs import Job
+from tasks import run_job
+
+log = logging.getLogger("uketsuke.stopping")
+
+
+_pool: prefork.TaskPool | None = None  # this worker's, once it runs
+
+
+@signals.worker_ready.connect
+def _remember(sender: Any, **_: Any) -> None:
+    global _pool
+    _pool = sender.pool if isinstance(sender.pool, prefork.TaskPool) else None
+
+
+@signals.worker_shutting_down.connect
+def _begin(how: str, **_: Any) -> None:
+    if _pool is not None and how == "Warm":
+        timer = threading.Timer(settings().worker_stop_seconds, _release_and_exit, [_pool])
+        timer.daemon = True  # a worker that is done sooner does not wait for it
+        timer.start()
+
+
+def _release_and_exit(pool: prefork.TaskPool) -> None:
+    try:
+        for process in list(pool._pool._pool):  # killed first: what is released runs nowhere else
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGKILL)
+        release_all(run_job.WORKER, clock.now())
+    finally:
+        os._exit(0)  # without the database too: then the leases run out
+
+
+def release_all(worker: str, now: datetime) -> list[Job]:
+    """running → queued, due at once, of every job that this worker holds; returns them as they are then."""
+    with db.transaction() as tx:
+        released = [after for held in jobs.held_by(tx, worker) if (after := jobs.release(tx, held)) is not None]
+        for job in released:
+            run_job.follow_up(tx, job, now, now)
+    for number, job in enumerate(released):
+        log.warning("released: the worker stops", extra={"job_id": job.id, "attempt": job.attempt})
+        status.write(job, wake=number == len(released) - 1)
+    return released
