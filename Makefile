@@ -3,12 +3,16 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 ONLY ?=
+FIX ?=
+export SEED DATABASE ROUNDS
 
-.PHONY: help setup run test verify lint lock clean
+.PHONY: help setup run test chaos verify doctor lint lock clean
 
 help:
 	@echo "make run      set up and start everything (ONLY=\"web courier ...\" for some lines)"
 	@echo "make test     set up and run every test"
+	@echo "make chaos    a storm of faults on real processes (SEED=, DATABASE=sqlite|postgresql, ROUNDS=)"
+	@echo "make doctor   whether everything holds that must always hold (FIX=1 repairs what is safe)"
 	@echo "make verify   the whole story with real processes, recorded in docs/verification.md"
 	@echo "make setup    set up only: $(VENV) from the lock file, the tables"
 	@echo "make lint     flake8, mypy"
@@ -34,6 +38,12 @@ run: $(VENV)/.runs
 
 test: $(VENV)/.tests lint
 	@exec $(BIN)/python -m pytest
+
+chaos: $(VENV)/.tests
+	@exec $(BIN)/python -m tests.storm
+
+doctor: $(VENV)/.runs
+	@exec $(BIN)/python -m app.doctor $(if $(FIX),--fix)
 
 verify: $(VENV)/.tests
 	@exec $(BIN)/python -m tests.verify

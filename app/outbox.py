@@ -123,6 +123,22 @@ def settle(tx: Connection, task: str, target_id: str) -> datetime | None:
     return None if row is None else row.published_at or row.available_at
 
 
+_remove = delete(outbox).where(outbox.c.target_id == bindparam("of_target"))
+_unpark = update(outbox).where(
+    outbox.c.target_id == bindparam("of_target"), outbox.c.state == states.PARKED,
+).values(state=states.WAITING, available_at=bindparam("due"), failures=0, last_error=None)
+
+
+def remove(tx: Connection, target_id: str) -> None:
+    """The row is gone: there is nothing to do for it."""
+    tx.execute(_remove, {"of_target": target_id})
+
+
+def unpark(tx: Connection, target_id: str, now: datetime) -> None:
+    """parked → waiting: what made it impossible to publish is over."""
+    tx.execute(_unpark, {"of_target": target_id, "due": now})
+
+
 _overdue = (
     select(*_columns).where(outbox.c.state == states.PUBLISHED, outbox.c.queue == bindparam("in_queue"),
                             outbox.c.published_at < bindparam("before"))
