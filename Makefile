@@ -4,14 +4,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 ONLY ?=
 FIX ?=
-export SEED DATABASE ROUNDS
+export SEED DATABASE ROUNDS SCALE FAULTS
 
 .PHONY: help setup run test chaos verify doctor lint lock clean
 
 help:
 	@echo "make run      set up and start everything (ONLY=\"web courier ...\" for some lines)"
 	@echo "make test     set up and run every test"
-	@echo "make chaos    a storm of faults on real processes (SEED=, DATABASE=sqlite|postgresql, ROUNDS=)"
+	@echo "make chaos    a storm of faults on real processes (SEED=, DATABASE=, ROUNDS=, SCALE=, FAULTS=)"
 	@echo "make doctor   whether everything holds that must always hold (FIX=1 repairs what is safe)"
 	@echo "make verify   the whole story with real processes, recorded in docs/verification.md"
 	@echo "make setup    set up only: $(VENV) from the lock file, the tables"

@@ -18,6 +18,7 @@ from flask.testing import FlaskClient
 from app import config, db, endpoints, kinds, stack, status
 from tests import receiver as receivers
 from tests import servers
+from tests.processes import Site
 
 PROCESS_SETTINGS = ("DATABASE_URL", "REDIS_URL", "BROKER_URL", "API_TOKENS", "JOB_MODULES", "HOST", "PORT")
 
@@ -164,3 +165,19 @@ def loopback_only(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 one_database = pytest.mark.parametrize("world", ["sqlite"], indirect=True)
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def site(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Site]:
+    """A site on an outside Redis, with each database."""
+    shared: servers.Valkey = request.getfixturevalue("valkey")
+    with redis.Redis.from_url(shared.url) as client:
+        client.flushall()
+    settings: dict[str, Any] = {
+        "REDIS_URL": shared.url, "JOB_MODULES": "tests.slow_kinds", "LEASE_SECONDS": 2, "RESCUE_INTERVAL_SECONDS": 1,
+        "TRACE_LOG": tmp_path / "trace.log"}
+    if request.param == "postgresql":
+        server: servers.Postgres = request.getfixturevalue("postgres")
+        settings["DATABASE_URL"] = server.url(server.new_database())
+    with Site(tmp_path, **settings) as made:
+        yield made

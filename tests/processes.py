@@ -1,6 +1,7 @@
 """The Procfile's processes, started as a person would, on free ports and a folder of their own."""
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -12,6 +13,8 @@ from typing import Any
 
 import psutil
 import requests
+from pysqlite3 import dbapi2
+from sqlalchemy import NullPool, create_engine, text
 
 from tests.servers import free_port, wait_until
 
@@ -54,6 +57,15 @@ class Process:
                 pass
         self.popen.wait(10)
 
+    def part(self, words: str) -> psutil.Process:
+        """The oldest process of it whose command line holds these words."""
+        found = []
+        for process in self.family():
+            with contextlib.suppress(psutil.ZombieProcess, psutil.NoSuchProcess):
+                if words in " ".join(process.cmdline()):
+                    found.append(process)
+        return min(found, key=lambda process: process.create_time())
+
     def output(self) -> str:
         return self.log.read_text(errors="replace")
 
@@ -76,8 +88,7 @@ class Site:
             **{name: str(value) for name, value in settings.items()}}
         self.env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{self.env['PATH']}"
         self.running: list[Process] = []
-        self.session = requests.Session()
-        self.session.trust_env = False
+        self.session = self.client()
         # The tables first: lines that start at once would find none.
         migrated = [sys.executable, "-m", "app.stack", "--migrate"]
         subprocess.run(migrated, cwd=ROOT, env=self.env, check=True, timeout=60)
@@ -93,6 +104,12 @@ class Site:
             if process.popen.poll() is None:
                 process.kill()
             print(f"--- {process.name}\n{process.output()[-6000:]}")  # shown when the test has failed
+
+    def client(self) -> requests.Session:
+        """A client of its own, for a thread of its own."""
+        session = requests.Session()
+        session.trust_env = False
+        return session
 
     def start(self, *lines: str) -> Process:
         """`make run ONLY="..."`; without lines, all of them."""
@@ -111,6 +128,14 @@ class Site:
         process = Process(name, argv, self.env, self.folder / f"{name}-{len(self.running)}.log")
         self.running.append(process)
         return process
+
+    def sql(self, statement: str) -> list[tuple[Any, ...]]:
+        """What a person reads in the database's own shell."""
+        url = self.env["DATABASE_URL"]
+        module = {"module": dbapi2} if url.startswith("sqlite") else {}
+        engine = create_engine(url, poolclass=NullPool, **module)
+        with engine.connect() as connection:
+            return [tuple(row) for row in connection.execute(text(statement))]
 
     def wait_ready(self, seconds: float = 60) -> None:
         """Waits until /health/ready says 200."""

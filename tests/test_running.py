@@ -13,7 +13,7 @@ from flask.testing import FlaskClient
 from pydantic import BaseModel
 
 from app import clock, db, jobs, kinds
-from tasks import run_job
+from tasks import run_job, stopping
 from tests.conftest import World, one_database
 from tests.running import a_kind, relay, run_to_end, submit
 from tests.servers import wait_until
@@ -146,6 +146,26 @@ def test_an_attempt_that_was_lost_cannot_finish(api: FlaskClient, world: World) 
         assert run_job.run_once(job_id) is None
     assert api.get(f"/jobs/{job_id}").json["result"] == "second"
     assert world.count("jobs", "attempt = 2") == 1
+
+
+def test_a_job_that_is_released_runs_again_at_once_and_keeps_its_attempts(api: FlaskClient, world: World) -> None:
+    released = []
+
+    def work(input: Any, job: kinds.Job) -> str:
+        if job.attempt < 3:
+            released.extend(stopping.release_all(run_job.WORKER, clock.now()))
+        return "done"
+
+    with a_kind(work, max_attempts=1) as kind:
+        job_id = submit(api, kind)
+        relay()
+        for _ in range(2):
+            assert run_job.run_once(job_id) is None  # it was taken from this attempt
+            assert api.get(f"/jobs/{job_id}").json["status"] == "queued"
+            assert relay() == [("run_job", job_id)]
+        assert run_job.run_once(job_id).result == '"done"'
+    assert [job.attempt for job in released] == [1, 2]
+    assert stopping.release_all(run_job.WORKER, clock.now()) == []
 
 
 def test_a_heartbeat_keeps_the_lease_for_as_long_as_the_job_runs(api: FlaskClient, world: World) -> None:
