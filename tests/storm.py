@@ -49,8 +49,8 @@ class Recovery:
 
 
 def storm(town: Town, told: Clients, chosen: list[Fault], rounds: int) -> list[Recovery]:
-    """Each chosen fault `rounds` times in the order of the seed; one comes when the town has recovered from the one before,
-    or, one time in four, sooner."""
+    """Each chosen fault `rounds` times in the order of the seed; one comes when the town has recovered from the one
+    before, or, one time in four, sooner."""
     order = sum((town.random.sample(chosen, len(chosen)) for _ in range(rounds)), [])
     recoveries: list[Recovery] = []
     for number, fault in enumerate(order, 1):
