@@ -3,7 +3,7 @@ row as it is afterwards, or None when it did not win."""
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from datetime import datetime, timedelta
 from typing import Any
@@ -87,9 +87,8 @@ def path(job_id: str) -> str:
 # --- reading ---
 
 _find = select(*_columns).where(jobs.c.id == bindparam("job_id"))
-_count_running = select(func.count()).where(
-    jobs.c.status == states.RUNNING, jobs.c.queue.in_(bindparam("in_queues", expanding=True)))
-_held_by = select(*_columns).where(jobs.c.status == states.RUNNING, jobs.c.worker == bindparam("by"))
+_held_by = select(*_columns).where(
+    jobs.c.status == states.RUNNING, jobs.c.worker.in_(bindparam("by", expanding=True)))
 _oldest_unfinished = select(func.min(jobs.c.created_at)).where(jobs.c.status.in_([states.QUEUED, states.RUNNING]))
 _last_started = (
     select(jobs.c.started_at, jobs.c.published_at)
@@ -102,14 +101,9 @@ def find(view: Connection, job_id: str) -> Job | None:
     return _job(view.execute(_find, {"job_id": job_id}).first())
 
 
-def count_running(view: Connection, queues: Collection[str]) -> int:
-    """How many jobs of these queues are being run."""
-    return view.execute(_count_running, {"in_queues": list(queues)}).scalar_one()
-
-
-def held_by(view: Connection, worker: str) -> list[Job]:
-    """The jobs that this worker is running."""
-    return [Job(*row) for row in view.execute(_held_by, {"by": worker})]
+def held_by(view: Connection, *workers: str) -> list[Job]:
+    """The jobs that these workers are running."""
+    return [Job(*row) for row in view.execute(_held_by, {"by": workers})]
 
 
 def oldest_unfinished(view: Connection) -> datetime | None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import secrets
 import signal
+import socket
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +20,8 @@ app.config_from_object("celeryconfig")
 
 log = logging.getLogger("uketsuke.tasks")
 
+# This worker's, and that of the processes that it forks; no other's, ever. Its jobs and its signs of life carry it.
+NAME = f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(4)}"
 ROLE = os.environ.get("UKETSUKE_ROLE", "celery")
 
 
@@ -58,7 +62,7 @@ def _give_sign_of_life(**_: Any) -> None:
     """Sent every 2 s by the consumer itself: a process that lives but no longer consumes gives none."""
     if _consumer is not None and _consumer.task_consumer is not None:
         queues = sorted(queue.name for queue in _consumer.task_consumer.queues)
-        presence.give_sign_of_life(_role(queues), _consumer.hostname, queues, _consumer.pool.num_processes)
+        presence.give_sign_of_life(_role(queues), NAME, queues, _consumer.pool.num_processes)
 
 
 @signals.worker_shutting_down.connect
@@ -66,7 +70,7 @@ def _withdraw(**_: Any) -> None:
     global _consumer
     if _consumer is not None:
         for role in ("worker", "courier"):
-            presence.withdraw_sign_of_life(role, _consumer.hostname)
+            presence.withdraw_sign_of_life(role, NAME)
         _consumer = None
 
 

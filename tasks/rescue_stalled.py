@@ -115,9 +115,9 @@ def _lost_before(queue: str, now: datetime, free_since: dict[str, datetime]) -> 
     margin = timedelta(seconds=LOST_AFTER_SECONDS)
     if queue == CALLBACKS:  # the courier takes every message at once: what it cannot deliver now it stages again
         return now - margin if _living("courier", queue)[0] else None
-    slots, served = _living("worker", queue)
+    slots, workers = _living("worker", queue)
     with db.reading() as view:
-        running = jobs.count_running(view, served | {queue})
+        running = len(jobs.held_by(view, *workers))  # of whatever queue
         started_at, published_at = jobs.last_started(view, queue) or (None, None)
     since = free_since.setdefault(queue, now)
     if slots <= running:
@@ -129,11 +129,10 @@ def _lost_before(queue: str, now: datetime, free_since: dict[str, datetime]) -> 
     return None if published_at is None else published_at - margin  # consumption has moved past it
 
 
-def _living(role: str, queue: str) -> tuple[int, set[str]]:
-    """The slots of this queue's living consumers, and every queue that they serve with them; none when Redis does not
-    tell."""
+def _living(role: str, queue: str) -> tuple[int, list[str]]:
+    """The slots of this queue's living consumers, and their names; none when Redis does not tell."""
     try:
         signs = [sign for sign in presence.signs_of_life(role) if queue in sign["queues"]]
     except (RedisError, OSError):
-        return 0, set()
-    return sum(sign["concurrency"] for sign in signs), {served for sign in signs for served in sign["queues"]}
+        return 0, []
+    return sum(sign["concurrency"] for sign in signs), [sign["name"] for sign in signs]

@@ -5,8 +5,6 @@ import json
 import logging
 import os
 import random
-import secrets
-import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,8 +27,6 @@ from tasks.attempt import Attempt
 
 log = logging.getLogger("uketsuke.run")
 
-# Whose the jobs are that this worker runs: all of its processes', which are forked, and no other's, ever.
-WORKER = f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(4)}"
 _FINISH_AGAIN_SECONDS = 1.0  # between tries to write an end that the database did not take
 
 
@@ -85,7 +81,7 @@ def run_once(job_id: str, now: Callable[[], datetime] = clock.now) -> Job | None
 def _claim(job_id: str, now: datetime) -> Job | None:
     with db.transaction() as tx:
         published_at = outbox.settle(tx, states.RUN_JOB, job_id)
-        held = jobs.start(tx, job_id, WORKER, now, now + timedelta(seconds=settings().lease_seconds), published_at)
+        held = jobs.start(tx, job_id, celery.NAME, now, now + timedelta(seconds=settings().lease_seconds), published_at)
     return held
 
 

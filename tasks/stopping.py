@@ -16,7 +16,7 @@ from celery.concurrency import prefork
 from app import clock, db, jobs, status
 from app.config import settings
 from app.jobs import Job
-from tasks import run_job
+from tasks import celery, run_job
 
 log = logging.getLogger("uketsuke.stopping")
 
@@ -43,7 +43,7 @@ def _release_and_exit(pool: prefork.TaskPool) -> None:
         for process in list(pool._pool._pool):  # killed first: what is released runs nowhere else
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process.pid, signal.SIGKILL)
-        release_all(run_job.WORKER, clock.now())
+        release_all(celery.NAME, clock.now())
     finally:
         os._exit(0)  # without the database too: then the leases run out
 

@@ -225,7 +225,7 @@ def test_a_backlog_that_is_worked_off_is_not_lost(api: FlaskClient, world: World
     for _ in range(20):
         submit(api, n=5)
     relay()
-    world.sql("UPDATE jobs SET status = 'running', attempt = 1, lease_until = :then WHERE id = "
+    world.sql("UPDATE jobs SET status = 'running', attempt = 1, worker = 'w@h', lease_until = :then WHERE id = "
               "(SELECT min(id) FROM jobs)", then=str(later(10**6).replace(tzinfo=None))
               if world.dialect == "sqlite" else later(10**6))
     _worker_lives(world, 1)
