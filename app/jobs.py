@@ -136,7 +136,7 @@ _held = (jobs.c.id == bindparam("job_id"), jobs.c.attempt == bindparam("held"), 
 _start = _move(jobs.c.id == bindparam("job_id"), jobs.c.status == states.QUEUED).values(
     status=states.RUNNING, attempt=jobs.c.attempt + 1, worker=bindparam("by"), started_at=bindparam("now"),
     lease_until=bindparam("until"), progress_done=None, progress_total=None,
-    published_at=func.coalesce(bindparam("published", type_=Moment()), jobs.c.published_at))
+    published_at=func.coalesce(jobs.c.published_at, bindparam("published", type_=Moment())))
 
 
 def start(
@@ -144,10 +144,20 @@ def start(
 ) -> Job | None:
     """queued → running: claims the next attempt for this worker until the lease ends.
 
-    `published_at` is when the message that led here was published, when that is known.
+    `published_at` is when the message that led here was published, when that is known. A job keeps the first: which of
+    several messages led here nobody knows, and the oldest never says that consumption is further than it is.
     """
     return _job(tx.execute(_start, {
         "job_id": job_id, "by": worker, "now": now, "until": lease_until, "published": published_at}).first())
+
+
+_note_published = update(jobs).where(jobs.c.id == bindparam("job_id"), jobs.c.published_at.is_(None)).values(
+    published_at=bindparam("published"))
+
+
+def note_published(tx: Connection, job_id: str, published_at: datetime) -> None:
+    """Keeps when a job's first message was published, before another one is. Clients see nothing of it."""
+    tx.execute(_note_published, {"job_id": job_id, "published": published_at})
 
 
 _extend = update(jobs).where(*_held).values(

@@ -8,6 +8,7 @@ from typing import Any
 from app.status import away, best_effort, client
 
 PRESENCE_SECONDS = 15  # how long a sign of life counts; workers give one every 2 s
+FRESH_SECONDS = 6  # three signs: a worker that was killed counts no longer than that as one that is free
 _RELAY_KEY = "relay:ran_at"
 
 
@@ -26,10 +27,15 @@ def withdraw_sign_of_life(role: str, name: str) -> None:
         client().delete(f"presence:{role}:{name}")
 
 
-def signs_of_life(role: str) -> list[dict[str, Any]]:
-    """The workers of a role that were alive within PRESENCE_SECONDS. Raises `redis.exceptions.RedisError`."""
-    found = list(client().scan_iter(f"presence:{role}:*", count=1000))
-    return [json.loads(sign) for sign in client().mget(found) if sign] if found else []
+def signs_of_life(role: str, within: float = PRESENCE_SECONDS) -> list[dict[str, Any]]:
+    """The workers of a role that were alive within so many seconds. Raises `redis.exceptions.RedisError`."""
+    with client().pipeline(transaction=False) as pipe:
+        for key in client().scan_iter(f"presence:{role}:*", count=1000):
+            pipe.get(key)
+            pipe.pttl(key)
+        answers = pipe.execute()
+    oldest = (PRESENCE_SECONDS - within) * 1000
+    return [json.loads(sign) for sign, left in zip(answers[::2], answers[1::2]) if sign and left >= oldest]
 
 
 def relay_ran(moment: datetime) -> None:

@@ -60,8 +60,8 @@ notes = Table(
 )
 
 # What a client submitted: the contract's job, in four statuses. `version` counts every change that a client can see,
-# so that a late write to the view never covers a later one. `published_at` is that of the message which the last
-# attempt came with: consumption has moved past everything that was published clearly before it.
+# so that a late write to the view never covers a later one. `published_at` is that of its first
+# message: when the job starts, consumption has moved past everything that was published clearly before it.
 jobs = Table(
     "jobs", metadata,
     Column("id", String(36), primary_key=True),

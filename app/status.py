@@ -43,8 +43,8 @@ if ARGV[3] ~= '' then
   left = math.min(left, left + tonumber(ARGV[3]) - math.floor(now[1] * 1000 + now[2] / 1000))
   if left <= 0 then return 0 end
 end
-local have = redis.call('HGET', KEYS[1], 'version')
-if have and tonumber(have) > tonumber(ARGV[1]) then return 0 end
+local have = tonumber(redis.call('HGET', KEYS[1], 'version') or '')
+if have and have > tonumber(ARGV[1]) then return 0 end
 redis.call('DEL', KEYS[1])
 redis.call('HSET', KEYS[1], 'version', ARGV[1], unpack(ARGV, 4))
 redis.call('PEXPIRE', KEYS[1], left)

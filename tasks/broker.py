@@ -56,6 +56,15 @@ class Clock(beat.Scheduler):
 
         return _connect(self.connection, on_error)
 
+    def tick(self, *arguments: Any, **more: Any) -> float:
+        now = self.app.now()
+        ahead = [entry for entry in self.schedule.values() if entry.last_run_at > now]
+        for entry in ahead:  # the system's clock was set back: nobody waits until it is there again
+            entry.last_run_at = now
+        if ahead:
+            self._heap = None
+        return super().tick(*arguments, **more)
+
     def apply_entry(self, entry: Any, producer: Any = None) -> None:
         broken = self.connection.connection_errors + self.connection.channel_errors + _GONE
         try:

@@ -8,7 +8,7 @@ from datetime import datetime, timedelta
 from redis.exceptions import RedisError
 from sqlalchemy import Connection
 
-from app import clock, db, deliveries, jobs, outbox, presence, status
+from app import clock, db, deliveries, jobs, outbox, presence, states, status
 from app.config import settings
 from app.deliveries import QUEUE as CALLBACKS
 from app.deliveries import Attempt, Delivery
@@ -101,6 +101,9 @@ def _republish_lost_of(queue: str, now: datetime, free_since: dict[str, datetime
         return 0
     with db.transaction() as tx:
         lost = [row for row in outbox.published_before(tx, queue, before, BATCH) if outbox.republish(tx, row, now)]
+        for row in lost:
+            if row.task == states.RUN_JOB and row.published_at is not None:
+                jobs.note_published(tx, row.target_id, row.published_at)
     for row in lost:
         log.warning("lost message, published again", extra={
             "outbox_id": row.id, "task": row.task, "target_id": row.target_id, "queue": queue})
@@ -132,7 +135,7 @@ def _lost_before(queue: str, now: datetime, free_since: dict[str, datetime]) -> 
 def _living(role: str, queue: str) -> tuple[int, list[str]]:
     """The slots of this queue's living consumers, and their names; none when Redis does not tell."""
     try:
-        signs = [sign for sign in presence.signs_of_life(role) if queue in sign["queues"]]
+        signs = [sign for sign in presence.signs_of_life(role, presence.FRESH_SECONDS) if queue in sign["queues"]]
     except (RedisError, OSError):
         return 0, []
     return sum(sign["concurrency"] for sign in signs), [sign["name"] for sign in signs]
