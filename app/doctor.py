@@ -9,14 +9,16 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from redis.exceptions import RedisError
-from sqlalchemy import Connection, bindparam, func, select
+from sqlalchemy import Connection, and_, bindparam, func, select
 from sqlalchemy.exc import SQLAlchemyError
 
-from app import clock, db, invariants, status
+from app import clock, db, invariants, states, status
 from app.errors import UketsukeError
-from app.schema import jobs
+from app.invariants import Invariant
+from app.schema import deliveries, jobs, outbox
 
 _SHOWN = 20  # rows of one sort in the table
 _BATCH = 500
@@ -28,13 +30,14 @@ SECOND_LOOK_SECONDS = status.UNFINISHED_TTL_SECONDS + 1.0
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that is wrong: which promise, of whom, what was found, and what helps."""
+    """One thing that is wrong: which promise, of whom, what was found, and what helps. `mend` says whether it holds
+    afterwards."""
 
     promise: str
     id: str
     found: str
     help: str
-    mend: Callable[[], None] | None = None
+    mend: Callable[[], bool] | None = None
 
 
 def examine(wait: Callable[[float], None] = time.sleep) -> list[Finding]:
@@ -52,24 +55,37 @@ def _intact() -> Iterator[Finding]:
 
 
 def _broken() -> Iterator[Finding]:
-    now = clock.now()
     for invariant in invariants.INVARIANTS:
         with db.reading() as view:
-            rows = view.execute(invariant.broken(now).limit(invariants.MOST)).all()
+            rows = view.execute(invariant.broken(clock.now()).limit(invariants.MOST)).all()
         for found_id, detail in rows:
-            mending = _mending(invariant, found_id)
+            mending = None if invariant.mend is None else functools.partial(_mend, invariant, found_id)
             yield Finding(invariant.name, str(found_id), str(detail), invariant.otherwise, mending)
 
 
-def _mending(invariant: invariants.Invariant, found_id: str) -> Callable[[], None] | None:
-    if (mend := invariant.mend) is None:
-        return None
+def _mend(invariant: Invariant, found_id: str) -> bool:
+    """Repairs what is still broken. False when somebody moves it at this moment: that is left alone."""
+    assert invariant.mend is not None
+    with db.transaction() as tx:
+        if not _hold(tx, found_id):
+            return False
+        now = clock.now()
+        question = invariant.broken(now)
+        if tx.execute(question.where(question.selected_columns[0] == found_id)).first() is not None:
+            invariant.mend(tx, found_id, now)
+    return True
 
-    def run() -> None:
-        with db.transaction() as tx:
-            mend(tx, found_id, clock.now())
 
-    return run
+def _hold(tx: Connection, found_id: str) -> bool:
+    """Until the transaction ends nobody else moves the row, job or delivery of this id (SQLite has one writer anyway).
+    Never waits, so it is part of no deadlock; False when somebody else holds one of them."""
+    row = and_(outbox.c.task.in_(states.OUTBOX_TASKS), outbox.c.target_id == found_id)
+    for wanted in (select(outbox.c.id).where(row), select(jobs.c.id).where(jobs.c.id == found_id),
+                   select(deliveries.c.id).where(deliveries.c.id == found_id)):
+        held = tx.execute(wanted.with_for_update(skip_locked=True, key_share=True)).all()
+        if len(held) < len(tx.execute(wanted).all()):
+            return False
+    return True
 
 
 # --- the view ---
@@ -81,44 +97,61 @@ def _view(wait: Callable[[float], None]) -> list[Finding]:
         if not first:
             return []
         wait(SECOND_LOOK_SECONDS)
-        known = {(finding.promise, finding.id) for finding in first}
-        return [finding for finding in _differing() if (finding.promise, finding.id) in known]
+        again = _differing()
     except (RedisError, OSError) as error:
         return [Finding("Redis can be looked at", "-", type(error).__name__, "polls are answered from SQL meanwhile")]
+    return [finding for seen, finding in again.items() if seen in first]
 
 
-def _differing() -> list[Finding]:
+def _differing() -> dict[tuple[str, ...], Finding]:
+    """What is wrong, by what was seen: the job and what its hash shows, which moves on while the job does."""
     keys = status.client().scan_iter(f"{status.key('')}*", count=_BATCH)
     batches = iter(lambda: list(itertools.islice(keys, _BATCH)), [])
-    return [finding for batch in batches for finding in _compare([key.removeprefix(status.key("")) for key in batch])]
+    return {seen: finding for batch in batches for seen, finding in _compare(
+        [key.removeprefix(status.key("")) for key in batch])}
 
 
-_versions = select(jobs.c.id, jobs.c.version).where(jobs.c.id.in_(bindparam("ids", expanding=True)))
+_FIELDS = ("version", "status", "owner")
+_rows = select(jobs.c.id, jobs.c.version, jobs.c.status, jobs.c.owner).where(
+    jobs.c.id.in_(bindparam("ids", expanding=True)))
 
 
-def _compare(ids: list[str]) -> Iterator[Finding]:
+def _compare(ids: list[str]) -> Iterator[tuple[tuple[str, ...], Finding]]:
     with status.client().pipeline(transaction=False) as pipe:
         for job_id in ids:
-            pipe.hget(status.key(job_id), "version")
+            pipe.hmget(status.key(job_id), *_FIELDS)
             pipe.ttl(status.key(job_id))
         answers = pipe.execute(raise_on_error=False)
     with db.reading() as view:  # after Redis: SQL can only be further on
-        versions: dict[str, int] = {row.id: row.version for row in view.execute(_versions, {"ids": ids})}
+        rows = {row.id: row for row in view.execute(_rows, {"ids": ids})}
     for job_id, shown, ttl in zip(ids, answers[::2], answers[1::2]):
-        found = _flaw(shown, ttl, versions.get(job_id))
+        found = _flaw(shown, ttl, rows.get(job_id))
         if found is not None:
-            forget = functools.partial(status.forget, [job_id])
-            yield Finding("Redis agrees with SQL", job_id, found, FORGET, forget)
+            finding = Finding("Redis agrees with SQL", job_id, found, FORGET, functools.partial(_forget, job_id))
+            yield (job_id, str(shown)), finding
 
 
-def _flaw(shown: object, ttl: int, version: int | None) -> str | None:
+def _flaw(shown: Any, ttl: Any, row: Any) -> str | None:
     if ttl == -2:
         return None  # gone meanwhile
+    if not isinstance(shown, list):
+        return "it is no hash"
     if ttl == -1:
         return "the hash never expires"
-    if version is None:
+    if row is None:
         return "there is no such job"
-    return None if str(version) == shown else f"the hash shows version {shown}, SQL has {version}"
+    for name, seen, true in zip(_FIELDS, shown, row[1:]):
+        if seen != str(true):
+            return f"the hash shows {name} {seen}, SQL has {true}"
+    return None
+
+
+def _forget(job_id: str) -> bool:
+    try:
+        status.client().delete(status.key(job_id))
+    except (RedisError, OSError):
+        return False
+    return True
 
 
 # --- the command ---
@@ -126,11 +159,21 @@ def _flaw(shown: object, ttl: int, version: int | None) -> str | None:
 
 def mend(findings: list[Finding]) -> list[Finding]:
     """Repairs what is safe to repair; returns what is left for a person."""
-    for finding in findings:
-        if finding.mend is not None:
-            finding.mend()
+    left = [finding for finding in findings if finding.mend is None or not finding.mend()]
     status.wake_relay()
-    return [finding for finding in findings if finding.mend is None]
+    return left
+
+
+def _mend_all(findings: list[Finding]) -> tuple[int, list[Finding]]:
+    """Repairs, and looks again for as long as that helps and a question may not have named all; returns how many were
+    repaired, and what is left."""
+    repaired = 0
+    while True:
+        left = mend(findings)
+        repaired += len(findings) - len(left)
+        if len(left) == len(findings) or len(findings) < invariants.MOST:
+            return repaired, left
+        findings = examine()
 
 
 def table(findings: list[Finding]) -> str:
@@ -140,7 +183,7 @@ def table(findings: list[Finding]) -> str:
         same = list(group)
         rows += [(promise, finding.id, finding.found, finding.help) for finding in same[:_SHOWN]]
         if len(same) > _SHOWN:
-            rows.append((promise, "...", f"{len(same)} in all", ""))
+            rows.append((promise, "...", f"{len(same)} in all{', or more' * (len(same) == invariants.MOST)}", ""))
     widths = [max(len(row[column]) for row in rows) for column in range(3)]
     return "\n".join("  ".join([*(cell.ljust(width) for cell, width in zip(row, widths)), row[3]]).rstrip()
                      for row in rows)
@@ -158,7 +201,7 @@ def main() -> int:
     try:
         db.check_tables()
         findings = examine()
-        left = mend(findings) if fix else findings
+        repaired, left = _mend_all(findings) if fix else (0, findings)
         with db.reading() as view:
             count = _count(view)
     except (UketsukeError, SQLAlchemyError, OSError) as error:
@@ -167,7 +210,7 @@ def main() -> int:
     if findings:
         print(table(findings))
     if fix and findings:
-        print(f"\n{len(findings) - len(left)} repaired, {len(left)} left")
+        print(f"\n{repaired} repaired, {len(left)} left")
     print(f"{count} jobs, {len(left)} things wrong" if left else f"{count} jobs: everything holds")
     return 1 if left else 0
 
