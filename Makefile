@@ -37,7 +37,7 @@ run: $(VENV)/.runs
 	@exec $(BIN)/python -m app.stack $(ONLY)
 
 test: $(VENV)/.tests lint
-	@exec $(BIN)/python -m pytest
+	@exec $(BIN)/python -m pytest --numprocesses 2
 
 chaos: $(VENV)/.tests
 	@exec $(BIN)/python -m tests.storm

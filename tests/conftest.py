@@ -133,6 +133,8 @@ def world(
     finally:
         db.dispose()
         client.close()
+        if request.param == "postgresql":
+            request.getfixturevalue("postgres").drop(url)
         forget_settings()
 
 

