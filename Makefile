@@ -6,7 +6,7 @@ ONLY ?=
 FIX ?=
 export SEED DATABASE ROUNDS SCALE FAULTS
 
-.PHONY: help setup run test chaos verify doctor lint lock clean
+.PHONY: help setup run test test-story test-rest chaos verify doctor lint lock clean
 
 help:
 	@echo "make run      set up and start everything (ONLY=\"web courier ...\" for some lines)"
@@ -37,7 +37,16 @@ run: $(VENV)/.runs
 	@exec $(BIN)/python -m app.stack $(ONLY)
 
 test: $(VENV)/.tests lint
-	@exec $(BIN)/python -m pytest --numprocesses 2
+	@exec $(MAKE) --no-print-directory --jobs 2 --keep-going test-story test-rest
+
+STORY = tests/test_acceptance.py tests/test_readme.py tests/test_storm.py
+
+# Two halves that take about as long, each with servers of its own.
+test-story:
+	@exec $(BIN)/python -m pytest $(STORY)
+
+test-rest:
+	@exec $(BIN)/python -m pytest $(STORY:%=--ignore=%)
 
 chaos: $(VENV)/.tests
 	@exec $(BIN)/python -m tests.storm
