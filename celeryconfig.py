@@ -38,21 +38,21 @@ worker_cancel_long_running_tasks_on_connection_loss = False  # SQL decides wheth
 
 enable_utc = True
 timezone = "UTC"
-# `expires` drops ticks that waited for a courier: what they would have done, the next one does.
+# Without `expires`, which compares two machines' clocks: the beat sends no tick while some wait (`tasks.broker.Clock`).
 beat_schedule = {
     "relay": {
         "task": "tasks.relay_outbox",
         "schedule": _settings.relay_interval_seconds,
-        "options": {"queue": "relay", "expires": _settings.relay_interval_seconds},
+        "options": {"queue": "relay"},
     },
     "rescue": {
         "task": "tasks.rescue_stalled",
         "schedule": _settings.rescue_interval_seconds,
-        "options": {"queue": "relay", "expires": _settings.rescue_interval_seconds},
+        "options": {"queue": "relay"},
     },
     "prune": {
         "task": "tasks.prune_expired",
         "schedule": _settings.prune_interval_seconds,
-        "options": {"queue": "relay", "expires": _settings.prune_interval_seconds},
+        "options": {"queue": "relay"},
     },
 }

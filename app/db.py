@@ -140,6 +140,8 @@ def _make(url: str) -> Engine:
         hide_parameters=True,  # rows' contents stay out of logs and job errors
         connect_args={
             "connect_timeout": 5,
+            # A network that swallows everything is noticed as one that refuses is: no relay waits for it for ever.
+            "keepalives_idle": 10, "keepalives_interval": 5, "keepalives_count": 3, "tcp_user_timeout": 20_000,
             "options": f"-c timezone=utc -c lock_timeout={int(LOCK_WAIT_SECONDS * 1000)} -c statement_timeout=30000"
             " -c idle_in_transaction_session_timeout=60000",
         },

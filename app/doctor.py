@@ -5,17 +5,23 @@ from __future__ import annotations
 import argparse
 import functools
 import itertools
+import json
+import logging
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any
 
 from redis.exceptions import RedisError
 from sqlalchemy import Connection, and_, bindparam, func, select
 from sqlalchemy.exc import SQLAlchemyError
 
-from app import clock, db, invariants, states, status
+from app import clock, db, invariants, presence, states, status
+from app import deliveries as delivery
+from app import outbox as message
 from app.errors import UketsukeError
 from app.invariants import Invariant
 from app.schema import deliveries, jobs, outbox
@@ -23,6 +29,7 @@ from app.schema import deliveries, jobs, outbox
 _SHOWN = 20  # rows of one sort in the table
 _BATCH = 500
 FORGET = "--fix forgets it: SQL answers"
+_FOREIGN = "of another installation or database? it ends within the hour"
 
 # What a living installation is about to mend is looked at once more after so long.
 SECOND_LOOK_SECONDS = status.UNFINISHED_TTL_SECONDS + 1.0
@@ -43,7 +50,7 @@ class Finding:
 def examine(wait: Callable[[float], None] = time.sleep) -> list[Finding]:
     """Everything that is wrong. Waits once for SECOND_LOOK_SECONDS when the view differs from SQL, which it may for as
     long. Raises `sqlalchemy.exc.SQLAlchemyError` when the database is away."""
-    return [*_intact(), *_broken(), *_view(wait)]
+    return [*_intact(), *_broken(), *_redis(wait)]
 
 
 def _intact() -> Iterator[Finding]:
@@ -60,7 +67,8 @@ def _broken() -> Iterator[Finding]:
             rows = view.execute(invariant.broken(clock.now()).limit(invariants.MOST)).all()
         for found_id, detail in rows:
             mending = None if invariant.mend is None else functools.partial(_mend, invariant, found_id)
-            yield Finding(invariant.name, str(found_id), str(detail), invariant.otherwise, mending)
+            found = f"since {clock.isoformat(detail)}" if isinstance(detail, datetime) else str(detail)
+            yield Finding(invariant.name, str(found_id), found, invariant.otherwise, mending)
 
 
 def _mend(invariant: Invariant, found_id: str) -> bool:
@@ -91,35 +99,45 @@ def _hold(tx: Connection, found_id: str) -> bool:
 # --- the view ---
 
 
-def _view(wait: Callable[[float], None]) -> list[Finding]:
+def _redis(wait: Callable[[float], None]) -> list[Finding]:
     try:
-        first = _differing()
-        if not first:
-            return []
-        wait(SECOND_LOOK_SECONDS)
-        again = _differing()
+        return [*_unserved(), *_view(wait)]
     except (RedisError, OSError) as error:
-        return [Finding("Redis can be looked at", "-", type(error).__name__, "polls are answered from SQL meanwhile")]
-    return [finding for seen, finding in again.items() if seen in first]
+        return [Finding("Redis can be looked at", "-", type(error).__name__, "start it (make run), or set REDIS_URL")]
+
+
+def _unserved() -> Iterator[Finding]:
+    with db.reading() as view:
+        waiting = set(message.queues_with_published(view)) - {delivery.QUEUE}
+    for queue in presence.unserved(waiting):
+        yield Finding("a queue with messages has a worker", queue, "none is alive", "start one: WORKER_QUEUES")
+
+
+def _view(wait: Callable[[float], None]) -> list[Finding]:
+    first = _differing()
+    if not first:
+        return []
+    wait(SECOND_LOOK_SECONDS)
+    return [finding for seen, finding in _differing().items() if seen in first]
 
 
 def _differing() -> dict[tuple[str, ...], Finding]:
     """What is wrong, by what was seen: the job and what its hash shows, which moves on while the job does."""
     keys = status.client().scan_iter(f"{status.key('')}*", count=_BATCH)
-    batches = iter(lambda: list(itertools.islice(keys, _BATCH)), [])
-    return {seen: finding for batch in batches for seen, finding in _compare(
-        [key.removeprefix(status.key("")) for key in batch])}
+    ours = (found for key in keys if _ID.fullmatch(found := key.removeprefix(status.key(""))))  # others share Redis
+    batches = iter(lambda: list(itertools.islice(ours, _BATCH)), [])
+    return {seen: finding for batch in batches for seen, finding in _compare(batch)}
 
 
-_FIELDS = ("version", "status", "owner")
-_rows = select(jobs.c.id, jobs.c.version, jobs.c.status, jobs.c.owner).where(
-    jobs.c.id.in_(bindparam("ids", expanding=True)))
+_ID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
+_FIELDS = ("version", "status", "owner", "attempt")
+_rows = select(*(jobs.c[name] for name in ("id", *_FIELDS))).where(jobs.c.id.in_(bindparam("ids", expanding=True)))
 
 
 def _compare(ids: list[str]) -> Iterator[tuple[tuple[str, ...], Finding]]:
     with status.client().pipeline(transaction=False) as pipe:
         for job_id in ids:
-            pipe.hmget(status.key(job_id), *_FIELDS)
+            pipe.hmget(status.key(job_id), *_FIELDS, "document")
             pipe.ttl(status.key(job_id))
         answers = pipe.execute(raise_on_error=False)
     with db.reading() as view:  # after Redis: SQL can only be further on
@@ -127,7 +145,8 @@ def _compare(ids: list[str]) -> Iterator[tuple[tuple[str, ...], Finding]]:
     for job_id, shown, ttl in zip(ids, answers[::2], answers[1::2]):
         found = _flaw(shown, ttl, rows.get(job_id))
         if found is not None:
-            finding = Finding("Redis agrees with SQL", job_id, found, FORGET, functools.partial(_forget, job_id))
+            forget = functools.partial(_forget, job_id) if job_id in rows else None
+            finding = Finding("Redis agrees with SQL", job_id, found, FORGET if forget else _FOREIGN, forget)
             yield (job_id, str(shown)), finding
 
 
@@ -143,7 +162,15 @@ def _flaw(shown: Any, ttl: Any, row: Any) -> str | None:
     for name, seen, true in zip(_FIELDS, shown, row[1:]):
         if seen != str(true):
             return f"the hash shows {name} {seen}, SQL has {true}"
-    return None
+    return None if _is_of(shown[-1], row) else "the hash shows the document of something else"
+
+
+def _is_of(document: Any, row: Any) -> bool:
+    try:
+        told = json.loads(document)
+        return (told["job_id"], told["status"], told["attempt"]) == (row.id, row.status, row.attempt)
+    except (TypeError, ValueError, KeyError):
+        return False
 
 
 def _forget(job_id: str) -> bool:
@@ -176,12 +203,13 @@ def _mend_all(findings: list[Finding]) -> tuple[int, list[Finding]]:
         findings = examine()
 
 
-def table(findings: list[Finding]) -> str:
-    """A table of them, at most `_SHOWN` of one sort."""
+def table(findings: list[Finding], left: list[Finding]) -> str:
+    """A table of them, at most `_SHOWN` of one sort; those that are not left were repaired."""
     rows: list[tuple[str, str, str, str]] = [("what must hold", "id", "found", "what helps")]
     for promise, group in itertools.groupby(findings, key=lambda finding: finding.promise):
         same = list(group)
-        rows += [(promise, finding.id, finding.found, finding.help) for finding in same[:_SHOWN]]
+        rows += [(promise, finding.id, finding.found, finding.help if finding in left else "repaired")
+                 for finding in same[:_SHOWN]]
         if len(same) > _SHOWN:
             rows.append((promise, "...", f"{len(same)} in all{', or more' * (len(same) == invariants.MOST)}", ""))
     widths = [max(len(row[column]) for row in rows) for column in range(3)]
@@ -189,29 +217,26 @@ def table(findings: list[Finding]) -> str:
                      for row in rows)
 
 
-def _count(view: Connection) -> int:
-    return view.execute(select(func.count()).select_from(jobs)).scalar_one()
-
-
-def main() -> int:
-    """0: everything holds (or was repaired). 1: something is wrong. 2: nothing could be looked at."""
-    parser = argparse.ArgumentParser(prog="python -m app.doctor", description=__doc__)
+_EPILOG = f"""Exit status: 0, everything holds, or was repaired; 1, something is wrong; 2, nothing could be looked at.
+Where Redis shows something else than SQL, as it may for a moment, it looks again after {SECOND_LOOK_SECONDS:.0f} s."""
+    parser = argparse.ArgumentParser(prog="python -m app.doctor", description=__doc__, epilog=_EPILOG)
     parser.add_argument("--fix", action="store_true", help="repair what is safe to repair")
     fix = parser.parse_args().fix
+    logging.getLogger("uketsuke").addHandler(logging.NullHandler())  # the table says it
     try:
         db.check_tables()
         findings = examine()
         repaired, left = _mend_all(findings) if fix else (0, findings)
         with db.reading() as view:
-            count = _count(view)
+            count = view.execute(select(func.count()).select_from(jobs)).scalar_one()
     except (UketsukeError, SQLAlchemyError, OSError) as error:
         print(f"doctor: {db.reason(error) if isinstance(error, SQLAlchemyError) else error}", file=sys.stderr)
         return 2
     if findings:
-        print(table(findings))
+        print(table(findings, left))
     if fix and findings:
         print(f"\n{repaired} repaired, {len(left)} left")
-    print(f"{count} jobs, {len(left)} things wrong" if left else f"{count} jobs: everything holds")
+    print(f"jobs: {count}; wrong: {len(left)}" if left else f"jobs: {count}; everything holds")
     return 1 if left else 0
 
 

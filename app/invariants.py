@@ -21,6 +21,7 @@ MOST = 1000  # rows that one question names
 _UNPUBLISHED_SECONDS = 30.0
 _UNRESCUED_SECONDS = 30.0
 _UNPRUNED_SECONDS = 300.0
+_UNKILLED_SECONDS = 60.0
 _OVERTAKEN_SECONDS = 20.0  # earlier than others: relays side by side mark what they published out of order
 _NEEDLESS_SECONDS = 120.0  # a repeated message may overtake a row while it is staged; the row's own settles it
 
@@ -64,8 +65,16 @@ def _stage_job(tx: Connection, job_id: str, now: datetime) -> None:
 
 def _lease_is_over(now: datetime) -> _Ids:
     return select(jobs.c.id, jobs.c.lease_until).where(
-        jobs.c.status == states.RUNNING,
-        jobs.c.lease_until < _ago(now, settings().rescue_interval_seconds, _UNRESCUED_SECONDS))
+        jobs.c.status == states.RUNNING, or_(
+            jobs.c.lease_until < _ago(now, settings().rescue_interval_seconds, _UNRESCUED_SECONDS),
+            jobs.c.lease_until > now + timedelta(seconds=settings().lease_seconds + _UNRESCUED_SECONDS)))
+
+
+def _beyond_its_limit(now: datetime) -> _Ids:
+    """Its worker kills it then."""
+    ends = extract("epoch", jobs.c.started_at) + jobs.c.time_limit_seconds
+    return select(jobs.c.id, jobs.c.started_at).where(
+        jobs.c.status == states.RUNNING, ends < _ago(now, _UNKILLED_SECONDS).timestamp())
 
 
 def _final_without_delivery(now: datetime) -> _Ids:
@@ -229,11 +238,12 @@ _PERSON = "a person must look: this must not happen"
 INVARIANTS = (
     Invariant("a queued job has an outbox row", _queued_without_row, "--fix stages one", _stage_job),
     Invariant("a running job has a living lease", _lease_is_over, _CLOCK),
+    Invariant("a running job is within its time limit", _beyond_its_limit, "restart its worker; look at its kind"),
     Invariant("a final job with a callback has a delivery", _final_without_delivery, "--fix adds it", _add_delivery),
     Invariant("a delivery follows the end of its job", _delivery_before_the_end, _PERSON),
     Invariant("a delivery that waits has an outbox row", _pending_without_row, "--fix stages one", _stage_delivery),
     Invariant("a delivery being made has a living lease", _sending_lease_is_over, _CLOCK),
-    Invariant("no outbox row is parked", _parked, "mend its cause; then --fix stages it anew", message.unpark),
+    Invariant("no outbox row is parked", _parked, "mend its cause; then --fix has it tried again", message.unpark),
     Invariant("an outbox row that is due is published", _unpublished, _CLOCK),
     Invariant("a message that was overtaken is published again", _overtaken, _CLOCK),
     Invariant("a message that was published is claimed", _unclaimed, _CONSUMER),

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from datetime import datetime
 from typing import Any
 
@@ -9,6 +10,8 @@ from app.status import away, best_effort, client
 
 PRESENCE_SECONDS = 15  # how long a sign of life counts; workers give one every 2 s
 FRESH_SECONDS = 6  # three signs: a worker that was killed counts no longer than that as one that is free
+_RESCUE_KEY = "rescue:ran_at"
+_SPARED_KEY = "rescue:spares"
 _RELAY_KEY = "relay:ran_at"
 
 
@@ -36,6 +39,31 @@ def signs_of_life(role: str, within: float = PRESENCE_SECONDS) -> list[dict[str,
         answers = pipe.execute()
     oldest = (PRESENCE_SECONDS - within) * 1000
     return [json.loads(sign) for sign, left in zip(answers[::2], answers[1::2]) if sign and left >= oldest]
+
+
+def unserved(queues: Collection[str]) -> list[str]:
+    """Those of these queues that no living worker serves. Raises `redis.exceptions.RedisError`."""
+    return sorted(set(queues) - {queue for sign in signs_of_life("worker") for queue in sign["queues"]})
+
+
+def rescue_ran(moment: datetime) -> None:
+    """Says that the rescue has looked."""
+    with best_effort("rescue"):
+        client().set(_RESCUE_KEY, moment.isoformat(), ex=3600)
+
+
+def rescue_was_away(now: datetime, longest: float, spared_seconds: float) -> bool:
+    """Whether no rescue had looked for longer than that until less than `spared_seconds` ago. False without Redis."""
+    with best_effort("rescue"):
+        with client().pipeline(transaction=False) as pipe:
+            pipe.get(_RESCUE_KEY)
+            pipe.get(_SPARED_KEY)
+            ran_at, spared = pipe.execute()
+        if ran_at is not None and (now - datetime.fromisoformat(ran_at)).total_seconds() <= longest:
+            return spared is not None
+        client().set(_SPARED_KEY, 1, px=int(spared_seconds * 1000))
+        return True
+    return False
 
 
 def relay_ran(moment: datetime) -> None:

@@ -18,6 +18,11 @@ log = logging.getLogger("uketsuke.attempt")
 _PROGRESS_SECONDS = 0.5  # how often progress reaches the view; SQL learns of it with each heartbeat
 
 
+def heartbeat_seconds() -> float:
+    """How often a running attempt extends its lease."""
+    return min(settings().lease_seconds / 6, status.UNFINISHED_TTL_SECONDS / 2)
+
+
 class Attempt:
     """One attempt of one job, for the time that its function runs. Implements `app.kinds.Job`.
 
@@ -67,7 +72,7 @@ class Attempt:
 
     def _beat(self) -> None:
         lease = settings().lease_seconds
-        while not self._ended.wait(min(lease / 6, status.UNFINISHED_TTL_SECONDS / 2)):
+        while not self._ended.wait(heartbeat_seconds()):
             try:
                 self._extend(lease)
             except (SQLAlchemyError, OSError) as error:  # tried again at the next beat, as long as the lease stands

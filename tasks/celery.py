@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from celery import Celery, signals
+from celery.concurrency import prefork
 from sqlalchemy.exc import DBAPIError
 
 from app import db, kinds, logs, presence
@@ -35,11 +36,22 @@ def _load_kinds(**_: Any) -> None:
     kinds.registry()
 
 
+_is_child = False
+
+
 @signals.worker_process_init.connect
 def _begin_child(**_: Any) -> None:
-    # A supervisor that signals the whole group (Heroku) means the parent, which lets the running job finish. A handler,
-    # since an ignored signal would stay ignored in the programs that a job starts.
-    signal.signal(signal.SIGTERM, lambda *_: None)
+    global _is_child
+    _is_child = True
+
+
+@signals.task_prerun.connect
+def _leave_stopping_to_the_parent(**_: Any) -> None:
+    # A supervisor that signals the whole group (Heroku, systemd) means the parent, which lets the running job end or
+    # releases it. A handler, since an ignored signal would stay ignored in the programs that a job starts; here, since
+    # the pool sets its own after the process has begun.
+    if _is_child:
+        signal.signal(signal.SIGTERM, lambda *_: None)
 
 
 @signals.worker_process_shutdown.connect
@@ -54,6 +66,8 @@ _consumer: Any = None  # this process's, between its start and its stop
 def _remember(sender: Any, **_: Any) -> None:
     global _consumer
     _consumer = sender
+    if ROLE != "courier" and not isinstance(sender.pool, prefork.TaskPool):
+        log.error("time limits, and the release of jobs at a stop, hold with --pool prefork only")
     _give_sign_of_life()
 
 

@@ -13,11 +13,13 @@ from app.config import settings
 from app.deliveries import QUEUE as CALLBACKS
 from app.deliveries import Attempt, Delivery
 from app.jobs import Job
-from tasks import celery, deliver_webhook, run_job
+from tasks import attempt, celery, deliver_webhook, run_job
 
 log = logging.getLogger("uketsuke.rescue")
 
 BATCH = 100
+_TICKS_MISSED = 3  # of the rescue, before it counts as having been away
+_MARGIN_SECONDS = 1.0
 # A message is claimed within milliseconds of a free slot. One that waits this long beside a free slot, or while
 # messages published this much later were claimed, is lost.
 LOST_AFTER_SECONDS = 10.0
@@ -27,16 +29,23 @@ _free_since: dict[str, datetime] = {}
 
 @celery.task("tasks.rescue_stalled")
 def rescue_stalled() -> None:
-    """One tick of the rescue."""
-    run_once(clock.now(), _free_since)
+    """One tick of the rescue. What kept it from looking may have kept the workers from extending their leases: so when
+    no rescue has looked for long, they get the time of a heartbeat first."""
+    now = clock.now()
+    spare_jobs = presence.rescue_was_away(
+        now, settings().rescue_interval_seconds * _TICKS_MISSED, attempt.heartbeat_seconds() + _MARGIN_SECONDS)
+    run_once(now, _free_since, spare_jobs)
+    presence.rescue_ran(now)
 
 
-def run_once(now: datetime, free_since: dict[str, datetime]) -> int:
-    """Ends stalled attempts of jobs and deliveries and republishes lost messages; returns how many it helped.
+def run_once(now: datetime, free_since: dict[str, datetime], spare_jobs: bool = False) -> int:
+    """Ends stalled attempts of jobs (unless they are spared) and deliveries and republishes lost messages; returns how
+    many it helped.
 
     `free_since` is this process's memory between ticks: since when each queue's workers have been seen with free slots.
     """
-    rescued = _rescue_jobs(now) + _rescue_deliveries(now) + _stage_overlooked(now) + _republish_lost(now, free_since)
+    rescued = 0 if spare_jobs else _rescue_jobs(now)
+    rescued += _rescue_deliveries(now) + _stage_overlooked(now) + _republish_lost(now, free_since)
     if rescued:
         status.wake_relay()
     return rescued

@@ -27,6 +27,7 @@ from tasks.attempt import Attempt
 
 log = logging.getLogger("uketsuke.run")
 
+_UNKNOWN_SECONDS = 3600.0  # a kind that no worker has known for so long after the submission will not come
 _FINISH_AGAIN_SECONDS = 1.0  # between tries to write an end that the database did not take
 
 
@@ -68,8 +69,7 @@ def run_once(job_id: str, now: Callable[[], datetime] = clock.now) -> Job | None
     status.write(held)
     kind = kinds.registry().get(held.kind)
     if kind is None:
-        # This worker was started without the module; another may have it.
-        return _finish(held, Failure("refused", f"no worker knows the kind {held.kind!r}", again=True), now)
+        return _leave_to_others(held, now)
     began = time.monotonic()
     after = _run(held, kind, now)
     log.info("attempt ended" if after else "attempt lost", extra={
@@ -83,6 +83,22 @@ def _claim(job_id: str, now: datetime) -> Job | None:
         published_at = outbox.settle(tx, states.RUN_JOB, job_id)
         held = jobs.start(tx, job_id, celery.NAME, now, now + timedelta(seconds=settings().lease_seconds), published_at)
     return held
+
+
+def _leave_to_others(held: Job, now: Callable[[], datetime]) -> Job | None:
+    """This worker was started without the kind's module; another may have it, or get it with the deployment that is
+    under way. The attempt does not count, as long as that may take."""
+    log.error("the kind is not known here: JOB_MODULES", extra={"job_id": held.id, "kind": held.kind})
+    moment = now()
+    if moment - held.created_at > timedelta(seconds=_UNKNOWN_SECONDS):
+        return _finish(held, Failure("refused", f"no worker knows the kind {held.kind!r}", again=True), now)
+    with db.transaction() as tx:
+        after = jobs.release(tx, held)
+        if after is not None:
+            follow_up(tx, after, backoff.next_job_attempt_at(held.attempt, random.random(), moment), moment)
+    if after is not None:
+        status.write(after)
+    return after
 
 
 def _run(held: Job, kind: Kind, now: Callable[[], datetime]) -> Job | None:

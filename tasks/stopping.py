@@ -7,11 +7,13 @@ import logging
 import os
 import signal
 import threading
+import time
 from datetime import datetime
 from typing import Any
 
 from celery import signals
 from celery.concurrency import prefork
+from sqlalchemy.exc import SQLAlchemyError
 
 from app import clock, db, jobs, status
 from app.config import settings
@@ -19,6 +21,8 @@ from app.jobs import Job
 from tasks import celery, run_job
 
 log = logging.getLogger("uketsuke.stopping")
+
+_AGAIN_SECONDS = 1.0
 
 
 _pool: prefork.TaskPool | None = None  # this worker's, once it runs
@@ -32,8 +36,9 @@ def _remember(sender: Any, **_: Any) -> None:
 
 @signals.worker_shutting_down.connect
 def _begin(how: str, **_: Any) -> None:
-    if _pool is not None and how == "Warm":
-        timer = threading.Timer(settings().worker_stop_seconds, _release_and_exit, [_pool])
+    if _pool is not None:
+        seconds = settings().worker_stop_seconds if how == "Warm" else 0  # asked twice, or by SIGQUIT
+        timer = threading.Timer(seconds, _release_and_exit, [_pool])
         timer.daemon = True  # a worker that is done sooner does not wait for it
         timer.start()
 
@@ -43,9 +48,21 @@ def _release_and_exit(pool: prefork.TaskPool) -> None:
         for process in list(pool._pool._pool):  # killed first: what is released runs nowhere else
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process.pid, signal.SIGKILL)
-        release_all(celery.NAME, clock.now())
+        _release_until_it_is_written()
     finally:
-        os._exit(0)  # without the database too: then the leases run out
+        os._exit(0)
+
+
+def _release_until_it_is_written() -> None:
+    """Without the database nothing can be released: then it is tried again, until the supervisor loses patience. The
+    leases run out, and the rescue does the same, at the price of an attempt."""
+    while True:
+        try:
+            release_all(celery.NAME, clock.now())
+            return
+        except SQLAlchemyError as error:
+            log.error("not released yet", extra={"error": db.reason(error)})
+            time.sleep(_AGAIN_SECONDS)
 
 
 def release_all(worker: str, now: datetime) -> list[Job]:

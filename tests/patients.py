@@ -8,7 +8,7 @@ import pytest
 from flask.testing import FlaskClient
 from sqlalchemy import text
 
-from app import clock, db, deliveries, outbox, schema
+from app import clock, db, deliveries, outbox, presence, schema
 from tasks import deliver_webhook, prune_expired, run_job
 from tasks.egress import Answer
 from tests.conftest import World
@@ -76,6 +76,13 @@ def a_worker_died_long_ago(api: FlaskClient, world: World) -> str:
     job_id = submit(api, n=5)
     die_in_mid_job(job_id)
     put("jobs", "status = 'running'", lease_until=-36)
+    return job_id
+
+
+def a_job_runs_for_days(api: FlaskClient, world: World) -> str:
+    job_id = submit(api, n=5)
+    die_in_mid_job(job_id)
+    put("jobs", "status = 'running'", started_at=-3 * 86_400)
     return job_id
 
 
@@ -351,6 +358,7 @@ Story = Callable[[FlaskClient, World, str], None]
 BROKEN: dict[str, tuple[Story | None, list[Break]]] = {
     "a queued job has an outbox row": (the_job_runs, [the_row_of_a_job_is_gone]),
     "a running job has a living lease": (None, [a_worker_died_long_ago]),
+    "a running job is within its time limit": (None, [a_job_runs_for_days]),
     "a final job with a callback has a delivery": (the_callback_is_made_once, [a_delivery_is_gone]),
     "a delivery follows the end of its job": (None, [a_job_that_was_told_begins_anew]),
     "a delivery that waits has an outbox row": (the_callback_is_made_once, [
@@ -427,7 +435,7 @@ def a_deep_backlog_is_worked_off(api: FlaskClient, world: World) -> None:
     publish()
     put("outbox", published_at=-5000, created_at=-5000, available_at=-5000)
     die_in_mid_job(running)
-    put("jobs", "status = 'running'", started_at=-4000)
+    put("jobs", "status = 'running'", started_at=-4000, time_limit_seconds=5000)
 
 
 @healthy
@@ -466,6 +474,7 @@ def an_earlier_message_was_claimed_since(api: FlaskClient, world: World) -> None
 def another_queue_is_further_on(api: FlaskClient, world: World) -> None:
     waiting = _overtaken(api, by=50)
     put("jobs", "status = 'succeeded'", finished_at=-1)
+    presence.give_sign_of_life("worker", "slow@h", ["q:slow"], 1)
     put("outbox", queue="q:slow")
     put("jobs", f"id = '{waiting}'", queue="q:slow")
     submit(api, n=5)

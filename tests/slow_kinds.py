@@ -30,12 +30,20 @@ def overtime(input: Nap, job: Job) -> None:
 
 @kind("trace", Nap, max_attempts=25)
 def trace(input: Nap, job: Job) -> dict[str, int]:
-    """Writes down that this attempt ran; a line is written at once or not at all."""
-    descriptor = os.open(os.environ["TRACE_LOG"], os.O_CREAT | os.O_APPEND | os.O_WRONLY, 0o600)
-    os.write(descriptor, f"{job.id} {job.attempt}\n".encode())
-    os.close(descriptor)
+    """Writes down that this attempt began and that it ended; a line is written at once or not at all."""
+    _append(os.environ["TRACE_LOG"], f"{job.id} {job.attempt}\n")
     time.sleep(input.seconds)
+    _append(os.environ["TRACE_LOG"] + ".ended", f"{job.id} {job.attempt}\n")
     return {"attempt": job.attempt}
+
+
+kind("once", Nap, max_attempts=1)(trace)
+
+
+def _append(path: str, line: str) -> None:
+    descriptor = os.open(path, os.O_CREAT | os.O_APPEND | os.O_WRONLY, 0o600)
+    os.write(descriptor, line.encode())
+    os.close(descriptor)
 
 
 @kind("deaf", Nap, max_attempts=1, time_limit=1)

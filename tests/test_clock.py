@@ -112,18 +112,6 @@ def test_every_tick_comes_in_its_interval(world: World, moment: Time) -> None:
 
 
 @one_database
-def test_a_tick_that_waits_for_a_courier_ends_with_its_interval(world: World, moment: Time) -> None:
-    beat = Clock(app=celery.app)
-    moment.passes(600)
-    run_due(beat)
-    expiry = {}
-    for message in world.redis.lrange("relay", 0, -1):
-        headers = json.loads(message)["headers"]
-        expiry[headers["task"]] = (datetime.fromisoformat(headers["expires"]) - moment.now).total_seconds()
-    assert expiry == {"tasks.relay_outbox": 1, "tasks.rescue_stalled": 5, "tasks.prune_expired": 60}
-
-
-@one_database
 def test_a_system_clock_that_is_set_back_does_not_stop_it(world: World, moment: Time) -> None:
     beat = Clock(app=celery.app)
     run_due(beat)

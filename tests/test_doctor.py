@@ -15,7 +15,7 @@ from pysqlite3 import dbapi2
 from redis.exceptions import ConnectionError as RedisAway
 from sqlalchemy import text
 
-from app import clock, db, doctor, invariants, jobs, status
+from app import clock, db, doctor, invariants, jobs, presence, status
 from tasks import run_job
 from tests import patients
 from tests.conftest import World
@@ -33,7 +33,12 @@ def callbacks_go_nowhere(request: pytest.FixtureRequest) -> None:
 
 def examine(between: Callable[[], Any] = lambda: None) -> list[doctor.Finding]:
     """What the doctor finds; `between` happens between its two looks at Redis."""
+    a_worker_lives()
     return doctor.examine(wait=lambda seconds: between())
+
+
+def a_worker_lives() -> None:
+    presence.give_sign_of_life("worker", "w@h", ["q:jobs2"], 2)
 
 
 def found() -> list[tuple[str, str]]:
@@ -89,7 +94,8 @@ def test_a_mend_wakes_the_relay(api: FlaskClient, world: World) -> None:
 @pytest.mark.parametrize("make", HEALTHY, ids=lambda make: make.__name__)
 def test_a_system_that_works_has_no_finding(api: FlaskClient, world: World, make: Make) -> None:
     make(api, world)
-    world.redis.flushall()
+    for key in world.redis.keys("job:*"):  # the view is not what this is about
+        world.redis.delete(key)
     assert found() == []
 
 
@@ -201,18 +207,35 @@ def test_a_hash_that_never_expires_is_forgotten(api: FlaskClient, world: World) 
     assert api.get(f"/jobs/{broken}").json["status"] == "succeeded"
 
 
-def test_a_hash_of_an_unknown_job_is_forgotten(api: FlaskClient, world: World) -> None:
+def test_a_hash_of_an_unknown_job_is_told_and_left(api: FlaskClient, world: World) -> None:
     job_id = a_final_job(api)
     world.sql("DELETE FROM jobs")
     (finding,) = examine()
     assert (finding.promise, finding.id, finding.found) == (VIEW, job_id, "there is no such job")
-    assert doctor.mend([finding]) == [] and world.redis.keys("job:*") == []
+    assert doctor.mend([finding]) == [finding] and world.redis.keys("job:*") == [f"job:{job_id}"]
+
+
+def test_what_others_keep_in_redis_is_not_looked_at(api: FlaskClient, world: World) -> None:
+    world.redis.hset("job:nightly", "a", "b")
+    world.redis.set("job:42:lock", "x")
+    assert examine() == []
+
+
+def test_a_queue_that_no_worker_serves_is_found(api: FlaskClient, world: World) -> None:
+    submit(api, n=5)
+    relay()
+    assert examine() == []
+    world.redis.flushall()
+    (finding,) = doctor.examine(wait=lambda seconds: None)
+    assert (finding.promise, finding.id) == ("a queue with messages has a worker", "q:jobs2")
 
 
 @pytest.mark.parametrize("change,says", [
     ({"version": "7"}, "the hash shows version 7, SQL has 2"),
     ({"status": "running"}, "the hash shows status running, SQL has succeeded"),
-    ({"owner": "ada"}, "the hash shows owner ada, SQL has everybody")])
+    ({"owner": "ada"}, "the hash shows owner ada, SQL has everybody"),
+    ({"document": "{}"}, "the hash shows the document of something else"),
+    ({"document": "no JSON"}, "the hash shows the document of something else")])
 def test_a_hash_that_shows_something_else_is_forgotten(
     api: FlaskClient, world: World, change: dict[str, str], says: str,
 ) -> None:
@@ -333,6 +356,7 @@ def test_a_damaged_file_is_a_finding(api: FlaskClient, world: World) -> None:
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
     monkeypatch.setattr(sys, "argv", ["doctor", *arguments])
     monkeypatch.setattr(doctor, "SECOND_LOOK_SECONDS", 0.0)
+    a_worker_lives()
     return doctor.main()
 
 
@@ -341,7 +365,7 @@ def test_the_command_says_that_everything_holds(
 ) -> None:
     submit(api, n=5)
     assert run(monkeypatch) == 0
-    assert capsys.readouterr().out == "1 jobs: everything holds\n"
+    assert capsys.readouterr().out == "jobs: 1; everything holds\n"
     assert run(monkeypatch, "--fix") == 0
 
 
@@ -354,7 +378,7 @@ def test_the_command_prints_what_is_wrong_and_changes_nothing(
         head, row, end = capsys.readouterr().out.splitlines()
         assert head.split("  ")[0] == "what must hold" and head.endswith("what helps")
         assert row.startswith("a queued job has an outbox row  " + job_id) and row.endswith("--fix stages one")
-        assert end == "1 jobs, 1 things wrong"
+        assert end == "jobs: 1; wrong: 1"
     assert world.count("outbox") == 0
 
 
@@ -365,7 +389,10 @@ def test_the_command_repairs_and_names_what_is_left(
     world.redis.flushall()
     assert run(monkeypatch, "--fix") == 1
     out = capsys.readouterr().out
-    assert mended in out and left in out and out.endswith("\n1 repaired, 1 left\n2 jobs, 1 things wrong\n")
+    rows = out.splitlines()
+    assert any(mended in row and row.endswith("repaired") for row in rows)
+    assert any(left in row and row.endswith("a beat?") for row in rows)
+    assert out.endswith("\n1 repaired, 1 left\njobs: 2; wrong: 1\n")
     put("jobs", "status = 'running'", lease_until=30)
     assert run(monkeypatch, "--fix") == 0
 
@@ -380,13 +407,13 @@ def test_the_command_repairs_more_than_a_question_names(
     assert run(monkeypatch) == 1
     assert "3 in all, or more" in capsys.readouterr().out
     assert run(monkeypatch, "--fix") == 0
-    assert "8 repaired, 0 left\n8 jobs: everything holds" in capsys.readouterr().out
+    assert "8 repaired, 0 left\njobs: 8; everything holds" in capsys.readouterr().out
     assert world.count("outbox", "state = 'waiting'") == 8
 
 
 def test_a_long_table_is_cut() -> None:
     findings = [doctor.Finding("p", str(number), "f", "h") for number in range(25)]
-    lines = doctor.table(findings).splitlines()
+    lines = doctor.table(findings, findings).splitlines()
     assert len(lines) == 22 and "25 in all" in lines[-1] and "or more" not in lines[-1]
 
 

@@ -5,7 +5,7 @@ import json
 import threading
 import time
 from collections import Counter
-from datetime import timedelta
+from datetime import datetime, timedelta
 
 import pytest
 from flask.testing import FlaskClient
@@ -241,6 +241,38 @@ def test_a_slot_that_is_free_for_a_moment_is_no_sign(api: FlaskClient, world: Wo
     assert rescue(memory, 60) == 0
     run_job.run_once(waiting[0], now=lambda: later(65))
     assert rescue(memory, 75, 80) == 0
+
+
+def test_a_rescue_that_was_away_gives_the_workers_the_time_of_a_heartbeat(api: FlaskClient, world: World) -> None:
+    """What kept it from looking kept them from extending their leases."""
+    world.set(LEASE_SECONDS=1, RESCUE_INTERVAL_SECONDS=0.1)
+    with a_kind(lambda input, job: None) as kind:
+        job_id = submit(api, kind)
+        die_in_mid_job(job_id)
+
+    def rescued() -> bool:
+        rescue_stalled.rescue_stalled()
+        return api.get(f"/jobs/{job_id}").json["status"] == "queued"
+
+    wait_until(lambda: clock.now() > lease_of(job_id))
+    assert not rescued()  # the first look of all
+    wait_until(rescued, 5)
+
+
+def lease_of(job_id: str) -> datetime:
+    with db.reading() as view:
+        job = jobs.find(view, job_id)
+    assert job is not None and job.lease_until is not None
+    return job.lease_until
+
+
+@one_database
+def test_a_sign_of_life_is_fresh_for_a_moment_only(world: World) -> None:
+    _worker_lives(world, 2)
+    assert len(presence.signs_of_life("worker", presence.FRESH_SECONDS)) == 1
+    world.redis.pexpire("presence:worker:w@h", int((presence.PRESENCE_SECONDS - presence.FRESH_SECONDS) * 1000) - 500)
+    assert presence.signs_of_life("worker", presence.FRESH_SECONDS) == []
+    assert len(presence.signs_of_life("worker")) == 1
 
 
 def test_a_stalled_job_runs_again_and_a_job_that_kills_ends(api: FlaskClient, world: World) -> None:

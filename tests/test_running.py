@@ -15,7 +15,7 @@ from pydantic import BaseModel
 from app import clock, db, jobs, kinds
 from tasks import celery, run_job, stopping
 from tests.conftest import World, one_database
-from tests.running import a_kind, relay, run_to_end, submit
+from tests.running import a_kind, die_in_mid_job, later, relay, run_to_end, submit
 from tests.servers import wait_until
 from tests.test_submitting import refuse_writing
 
@@ -168,6 +168,38 @@ def test_a_job_that_is_released_runs_again_at_once_and_keeps_its_attempts(api: F
     assert stopping.release_all(celery.NAME, clock.now()) == []
 
 
+def test_an_attempt_that_was_lost_changes_nothing_while_the_next_one_runs(api: FlaskClient, world: World) -> None:
+    """The fence is the attempt's number: both are of a job that is running."""
+    world.set(CALLBACK_ALLOW="127.0.0.1:9")
+    seen: list[Any] = []
+
+    def work(input: Any, job: kinds.Job) -> str:
+        if job.attempt == 2:
+            (lease,) = world.sql("SELECT lease_until FROM jobs")
+            moment = clock.now()
+            for late in (
+                lambda tx: jobs.succeed(tx, first, '"first"', moment, timedelta(1)),
+                lambda tx: jobs.fail(tx, first, "crashed", "late", moment, timedelta(1)),
+                lambda tx: jobs.requeue(tx, first), lambda tx: jobs.release(tx, first),
+                lambda tx: jobs.extend_lease(tx, first, later(10**6), 7, 7),
+            ):
+                with db.transaction() as tx:
+                    seen.append(late(tx))
+            seen.append(run_job._finish(first, run_job.Success('"first"'), clock.now))
+            assert world.sql("SELECT lease_until FROM jobs") == [lease]
+        return "second"
+
+    with a_kind(work, max_attempts=2) as kind:
+        job_id = submit(api, kind, callback_url="http://127.0.0.1:9/")
+        die_in_mid_job(job_id)
+        with db.transaction() as tx:
+            first = jobs.find(tx, job_id)
+            jobs.requeue(tx, first)
+        assert run_job.run_once(job_id).result == '"second"'
+    assert seen == [None] * 6
+    assert world.count("deliveries") == 1
+
+
 def test_a_heartbeat_keeps_the_lease_for_as_long_as_the_job_runs(api: FlaskClient, world: World) -> None:
     world.set(LEASE_SECONDS=1)
     leases = set()
@@ -238,9 +270,20 @@ def test_a_worker_without_the_kind_leaves_the_job_to_another(api: FlaskClient, w
     with a_kind(lambda input, job: "done") as kind:
         job_id = submit(api, kind)
         known = kinds._registered.pop(kind)
-        assert run_job.run_once(job_id).status == "queued"
+        for _ in range(5):  # more than its attempts: they do not count
+            assert run_job.run_once(job_id).status == "queued"
+        assert relay() == [] and relay(later(60)) == [("run_job", job_id)]  # not at once again
         kinds._registered[kind] = known
         assert run_to_end(job_id).status == "succeeded"
+
+
+def test_a_kind_that_no_worker_has_known_for_long_is_refused(api: FlaskClient, world: World) -> None:
+    with a_kind(lambda input, job: "done", max_attempts=1) as kind:
+        job_id = submit(api, kind)
+        del kinds._registered[kind]
+        after = run_job.run_once(job_id, now=lambda: later(run_job._UNKNOWN_SECONDS + 1))
+        kinds._registered[kind] = None
+    assert (after.status, after.error_code) == ("failed", "refused")
 
 
 # --- notes: the history and the job's success are one commit ---

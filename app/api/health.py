@@ -68,10 +68,9 @@ def _broker() -> Finding:
 def _workers() -> Finding:
     """Whether somebody consumes each queue that has messages."""
     signs = presence.signs_of_life("worker")
-    consumed = {queue for sign in signs for queue in sign["queues"]}
     with db.reading() as view:
         waiting = set(outbox.queues_with_published(view)) - {deliveries.QUEUE}
-    if unserved := sorted(waiting - consumed):
+    if unserved := presence.unserved(waiting):
         return False, f"{_count(signs)}, none for {', '.join(unserved)}"
     return bool(signs), _count(signs)
 
