@@ -219,6 +219,10 @@ def table(findings: list[Finding], left: list[Finding]) -> str:
 
 _EPILOG = f"""Exit status: 0, everything holds, or was repaired; 1, something is wrong; 2, nothing could be looked at.
 Where Redis shows something else than SQL, as it may for a moment, it looks again after {SECOND_LOOK_SECONDS:.0f} s."""
+
+
+def main() -> int:
+    """0: everything holds (or was repaired). 1: something is wrong. 2: nothing could be looked at."""
     parser = argparse.ArgumentParser(prog="python -m app.doctor", description=__doc__, epilog=_EPILOG)
     parser.add_argument("--fix", action="store_true", help="repair what is safe to repair")
     fix = parser.parse_args().fix

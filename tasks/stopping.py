@@ -36,9 +36,8 @@ def _remember(sender: Any, **_: Any) -> None:
 
 @signals.worker_shutting_down.connect
 def _begin(how: str, **_: Any) -> None:
-    if _pool is not None:
-        seconds = settings().worker_stop_seconds if how == "Warm" else 0  # asked twice, or by SIGQUIT
-        timer = threading.Timer(seconds, _release_and_exit, [_pool])
+    if _pool is not None and how == "Warm":
+        timer = threading.Timer(settings().worker_stop_seconds, _release_and_exit, [_pool])
         timer.daemon = True  # a worker that is done sooner does not wait for it
         timer.start()
 
