@@ -45,6 +45,7 @@ class Clients:
         self.submitted = 0
         self.slowest = 0.0  # 202, in seconds
         self.complaints: list[str] = []
+        self.finals: dict[str, str] = {}  # job id: the final status that was seen
         self._over = threading.Event()
         self._lock = threading.Lock()
         self._threads = [threading.Thread(target=self._talk, args=(client,)) for client in range(number)]
@@ -80,7 +81,11 @@ class Clients:
                 number += 1
                 path, body = self._something(chance)
                 job_id = self._submit(session, path, body, f"{client}-{number}", again=chance.random() < 0.2)
+                if not job_id:
+                    return  # the storm is over, and it was never accepted
                 self._watch(session, job_id, chance.choice([0, 1, 4]))
+                if self.finals:
+                    self._watch(session, chance.choice(list(self.finals)), 1)
                 unfinished.append(job_id)
                 while len(unfinished) > _PATIENCE and not self._over.is_set():
                     if self._watch(session, unfinished[0], 1):
@@ -99,7 +104,8 @@ class Clients:
         with self._lock:
             self.submitted += 1
         while (answer := self._post(session, path, body, key)) is None:
-            threading.Event().wait(0.2)
+            if self._over.wait(0.2) and not key.startswith("probe"):
+                return ""
         job_id = answer.json()["job_id"]
         with self._lock:
             if self.acknowledged.setdefault(job_id, key) != key:
@@ -138,6 +144,11 @@ class Clients:
             seen.append(answer.json()["status"])
             threading.Event().wait(0.1)
         ends = [status for status in seen if status in FINAL]
+        known = self.finals.get(job_id)
+        if known is not None and any(status != known for status in seen):
+            self.complaints.append(f"{job_id}: was {known}, then {seen}")
+        if ends:
+            self.finals[job_id] = ends[0]
         if ends and seen[-len(ends):] != [ends[0]] * len(ends):
             self.complaints.append(f"{job_id}: {seen}")
         return bool(ends)

@@ -103,7 +103,8 @@ class Site:
         for process in self.running:
             if process.popen.poll() is None:
                 process.kill()
-            print(f"--- {process.name}\n{process.output()[-6000:]}")  # shown when the test has failed
+            if error is not None or "PYTEST_CURRENT_TEST" in os.environ:  # pytest shows it when the test has failed
+                print(f"--- {process.name}\n{process.output()[-6000:]}")
 
     def client(self) -> requests.Session:
         """A client of its own, for a thread of its own."""

@@ -24,7 +24,7 @@ from sqlalchemy import text
 from app import config, db
 from tests import clients, servers
 from tests.clients import Clients
-from tests.faults import FAULTS, Fault, Town
+from tests.faults import FAULTS, Fault, Town, restart_the_database
 from tests.processes import ROOT, Site
 from tests.receiver import receiver
 from tests.servers import wait_until
@@ -48,13 +48,15 @@ class Recovery:
     all_seconds: float
 
 
-def storm(town: Town, told: Clients, chosen: list[Fault], rounds: int) -> list[Recovery]:
-    """Each chosen fault `rounds` times in the order of the seed; one comes when the town has recovered from the one
+def storm(town: Town, told: Clients, those: list[Fault], rounds: int) -> list[Recovery]:
+    """Each of those faults `rounds` times in the order of the seed; one comes when the town has recovered from the one
     before, or, one time in four, sooner."""
-    order = sum((town.random.sample(chosen, len(chosen)) for _ in range(rounds)), [])
+    order = sum((town.random.sample(those, len(those)) for _ in range(rounds)), [])
     recoveries: list[Recovery] = []
     for number, fault in enumerate(order, 1):
-        recoveries += _strike(town, told, fault, hurry=town.random.random() < 0.25)
+        town.random = random.Random(f"{town.random.random()} {number}")  # however much the last one drew
+        hurry = number < len(order) and town.random.random() < 0.25
+        recoveries += _strike(town, told, fault, hurry)
         print(f"  {number}/{len(order)} {_name(fault)}: " + (
             f"{recoveries[-1].probe_seconds:.1f} s, all {recoveries[-1].all_seconds:.1f} s"
             if recoveries and recoveries[-1].fault == _name(fault) else "not waited for"), flush=True)
@@ -129,20 +131,23 @@ def count(told: Clients, hooks: dict[str, Counter[str]], trace: Path) -> tuple[d
         "succeeded", "failed")]
     twice = {
         "attempts run twice": [run for run, times in runs.items() if times > 1],
-        "attempts beyond the final one": [run for run in runs if int(run.split()[1]) > jobs[run.split()[0]].attempt],
+        "attempts beyond the final one": [
+            run for run in runs if (one := run.split())[0] not in jobs or int(one[1]) > jobs[one[0]].attempt],
+        "attempts begun before the last had ended": overlapping(),
         "notes without exactly one event": [job_id for job_id in notes if events[job_id] != 1],
         "jobs without exactly one delivery": [job_id for job_id in called if deliveries[job_id] != 1],
         "deliveries that never arrived": sorted(called - delivered) + sorted(called - set(hooks)),
         "jobs called back under two ids": [job_id for job_id, ids in hooks.items() if len(ids) > 1],
         "submissions that made two jobs": ["-"] * abs(len(jobs) - keys),
-        "failed": [job_id for job_id, job in jobs.items() if job.status == "failed"],
+        "jobs that failed": [job_id for job_id, job in jobs.items() if job.status == "failed"],
         "said by clients": told.complaints,
     }
     stalls = [(_moment(job.finished_at) - _moment(job.created_at)) for job in jobs.values() if job.finished_at]
     row: dict[str, object] = {
         "submitted": told.submitted, "acknowledged": len(acknowledged), "finished": len(jobs) - len(
             [job for job in jobs.values() if job.finished_at is None]), "lost": len(lost),
-        "attempts": sum(job.attempt for job in jobs.values()), "run twice": len(twice["attempts run twice"]),
+        "attempts": sum(job.attempt for job in jobs.values()),
+        "run twice": len(twice["attempts run twice"]) + len(twice["attempts begun before the last had ended"]),
         "history events / notes": f"{sum(events.values())} / {len(notes)}",
         "callbacks / due": f"{len(set(hooks))} / {len(called)}",
         "POSTs": sum(sum(ids.values()) for ids in hooks.values()),
@@ -154,6 +159,17 @@ def count(told: Clients, hooks: dict[str, Counter[str]], trace: Path) -> tuple[d
     return row, wrong
 
 
+def overlapping() -> list[str]:
+    """Jobs of which an attempt began while another was running. Each change that a client sees counts in `version`: a
+    start and an end for each attempt, and each recorded try of a callback. A start without an end before it is one too
+    few."""
+    with db.reading() as view:
+        return list(view.execute(text(
+            "SELECT id FROM jobs WHERE status IN ('succeeded', 'failed') AND version <> 2 * attempt + ("
+            "SELECT count(*) FROM delivery_attempts JOIN deliveries ON deliveries.id = delivery_id "
+            "WHERE job_id = jobs.id)")).scalars())
+
+
 def _moment(value: object) -> float:
     from datetime import datetime, timezone
 
@@ -162,6 +178,8 @@ def _moment(value: object) -> float:
 
 
 def _table(rows: list[dict[str, object]]) -> str:
+    if not rows:
+        return "no recovery was waited for"
     names = list(rows[0])
     lines = [names, ["---"] * len(names), *([str(row[name]) for name in names] for row in rows)]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
@@ -182,9 +200,11 @@ def recovery_table(recoveries: list[Recovery]) -> str:
 # --- one storm on one database ---
 
 
-def run(database: str, seed: int, chosen: list[Fault], rounds: int, scale: float) -> bool:
+def run(database: str, seed: int, those: list[Fault], rounds: int, scale: float) -> bool:
     """One storm; prints its tables and returns whether nothing was lost or doubled."""
-    print(f"{database}, seed {seed}: {rounds} x {len(chosen)} faults, scale {scale:g}", flush=True)
+    if database == "sqlite":  # there is no server to restart
+        those = [fault for fault in those if fault is not restart_the_database]
+    print(f"{database}, seed {seed}: {rounds} x {len(those)} faults, scale {scale:g}", flush=True)
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="storm-")))
         told = stack.enter_context(receiver())
@@ -201,7 +221,7 @@ def run(database: str, seed: int, chosen: list[Fault], rounds: int, scale: float
         try:
             site.wait_ready()
             with Clients(site.api, told.url, seed, CLIENTS) as talking:
-                recoveries = storm(town, talking, chosen, rounds)
+                recoveries = storm(town, talking, those, rounds)
             settle()
             row, wrong = count(talking, hooks, trace)
             checked = subprocess.run([sys.executable, "-m", "app.doctor"], cwd=ROOT, env=site.env, capture_output=True)
@@ -226,14 +246,28 @@ def _adopt(site: Site) -> None:
     db.dispose()
 
 
+def chosen(given: str) -> list[Fault]:
+    """The faults of these names. Raises ValueError with all the names when one is none of them."""
+    known = {_name(fault): fault for fault in FAULTS}
+    names = [name.strip().replace("_", " ") for name in given.split(",") if name.strip()]
+    if unknown := [name for name in names if name not in known]:
+        raise ValueError(f"FAULTS: there is no {unknown[0]!r}, but\n  " + "\n  ".join(known))
+    return [known[name] for name in names] or list(FAULTS)
+
+
 def main() -> int:
-    """0 when every storm left everything whole."""
-    seed = os.environ.get("SEED") or str(random.randrange(10**6))
-    rounds, scale = int(os.environ.get("ROUNDS") or 1), float(os.environ.get("SCALE") or 1)
-    databases = (os.environ.get("DATABASE") or "sqlite,postgresql").replace("both", "sqlite,postgresql").split(",")
-    named = [name.strip() for name in os.environ.get("FAULTS", "").split(",") if name.strip()]
-    chosen = [fault for fault in FAULTS if not named or _name(fault) in named]
-    return 0 if all([run(database, int(seed), chosen, rounds, scale) for database in databases]) else 1
+    """0 when every storm left everything whole, 2 when it cannot be told which to make."""
+    given = os.environ.get
+    try:
+        seed = int(given("SEED") or random.randrange(10**6))
+        rounds, scale, those = int(given("ROUNDS") or 1), float(given("SCALE") or 1), chosen(given("FAULTS") or "")
+        databases = (given("DATABASE") or "both").replace("both", "sqlite,postgresql").split(",")
+        if set(databases) - {"sqlite", "postgresql"}:
+            raise ValueError("DATABASE: sqlite, postgresql or both")
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0 if all([run(database, seed, those, rounds, scale) for database in databases]) else 1
 
 
 if __name__ == "__main__":
