@@ -18,9 +18,11 @@ AGAIN_SECONDS = 1.0  # between tries to reach the broker; Celery's own wait grow
 _TICKS_WAITING = 4  # more of them in the queue, and nobody takes any: further ones would only be a burst later
 
 
-def _connect(connection: Connection, on_error: Any, callback: Any = None) -> Connection:
-    return connection.ensure_connection(
-        on_error, None, interval_start=AGAIN_SECONDS, interval_step=0, callback=callback)
+def _connect(connection: Connection, callback: Any = None) -> Connection:
+    def tell(error: Exception, interval: float) -> None:
+        log.error("the broker is away", extra={"error": f"{type(error).__name__}: {error}"})
+
+    return connection.ensure_connection(tell, None, interval_start=AGAIN_SECONDS, interval_step=0, callback=callback)
 
 
 class Reconnecting(Consumer):
@@ -31,10 +33,7 @@ class Reconnecting(Consumer):
         self.connection_errors += _GONE
 
     def ensure_connected(self, conn: Connection) -> Connection:
-        def on_error(error: Exception, interval: float) -> None:
-            log.error("the broker is away", extra={"error": f"{type(error).__name__}: {error}"})
-
-        connected = _connect(conn, on_error, state.maybe_shutdown)
+        connected = _connect(conn, state.maybe_shutdown)
         self.first_connection_attempt = False
         return connected
 
@@ -51,10 +50,7 @@ class Clock(beat.Scheduler):
     """Beat's schedule, in memory: no file that could be corrupt. After a stand-still each entry is due once."""
 
     def _ensure_connected(self) -> Connection:
-        def on_error(error: Exception, interval: float) -> None:
-            log.error("the broker is away", extra={"error": f"{type(error).__name__}: {error}"})
-
-        return _connect(self.connection, on_error)
+        return _connect(self.connection)
 
     def tick(self, *arguments: Any, **more: Any) -> float:
         now = self.app.now()

@@ -15,7 +15,7 @@ from celery import signals
 from celery.concurrency import prefork
 from sqlalchemy.exc import SQLAlchemyError
 
-from app import clock, db, jobs, status
+from app import clock, db, jobs, logs, status
 from app.config import settings
 from app.jobs import Job
 from tasks import celery, run_job
@@ -23,7 +23,6 @@ from tasks import celery, run_job
 log = logging.getLogger("uketsuke.stopping")
 
 _AGAIN_SECONDS = 1.0
-
 
 _pool: prefork.TaskPool | None = None  # this worker's, once it runs
 
@@ -48,6 +47,8 @@ def _release_and_exit(pool: prefork.TaskPool) -> None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process.pid, signal.SIGKILL)
         _release_until_it_is_written()
+    except Exception as error:
+        log.error("not released", extra={"error": type(error).__name__, **logs.where(error)})
     finally:
         os._exit(0)
 
