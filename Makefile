@@ -39,7 +39,7 @@ run: $(VENV)/.runs
 test: $(VENV)/.tests lint
 	@exec $(MAKE) --no-print-directory --jobs 2 --keep-going test-story test-rest
 
-STORY = tests/test_acceptance.py tests/test_readme.py tests/test_storm.py
+STORY = $(patsubst %,tests/test_%.py,acceptance readme storm crashes doctor)
 
 # Two halves that take about as long, each with servers of its own.
 test-story:
