@@ -52,6 +52,9 @@ return 1
 """
 
 _away_until = 0.0
+# While Redis was away, SQL answered, perhaps with an end that Redis has not been told: what it shows as unfinished is
+# not believed until all of that is gone, so that no reader sees a job go back.
+_distrusted_until = 0.0
 
 
 @dataclass(frozen=True)
@@ -81,12 +84,13 @@ def client() -> redis.Redis:
 @contextlib.contextmanager
 def best_effort(doing: str) -> Iterator[None]:
     """Logs and swallows what Redis cannot do, or holds that cannot be read (ValueError)."""
-    global _away_until
+    global _away_until, _distrusted_until
     try:
         yield
     except (RedisError, OSError, ValueError) as error:
         if isinstance(error, ConnectionAway | TimeoutAway | OSError):
             _away_until = time.monotonic() + _PAUSE_SECONDS
+            _distrusted_until = time.monotonic() + UNFINISHED_TTL_SECONDS
         log.warning("Redis did not do it", extra={"doing": doing, "error": f"{type(error).__name__}: {error}"})
 
 
@@ -148,7 +152,8 @@ def read(job_id: str) -> View | None:
             return None
         shown = json.loads(text)
         if isinstance(shown, dict) and shown.get("job_id") == job_id and shown.get("status") in states.JOB_STATUSES:
-            return View(str(owner), shown)
+            stale = shown["status"] not in states.FINAL and time.monotonic() < _distrusted_until
+            return None if stale else View(str(owner), shown)
     return None
 
 

@@ -127,7 +127,7 @@ def world(
     change(DATABASE_URL=url, REDIS_URL=valkey.url, VAR_DIR=tmp_path / "var", CALLBACK_SCHEDULE_SECONDS="0,5,300")
     client = redis.Redis.from_url(valkey.url, decode_responses=True)
     client.flushall()
-    status._away_until = 0.0
+    status._away_until = status._distrusted_until = 0.0
     try:
         yield World(url, tmp_path / "var", client, change)
     finally:

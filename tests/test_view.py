@@ -2,6 +2,7 @@
 one that was over."""
 from __future__ import annotations
 
+import os
 import itertools
 import random
 import threading
@@ -268,3 +269,19 @@ def test_pollers_never_see_a_final_job_return_while_hashes_are_evicted(world: Wo
     finally:
         world.redis.config_set("maxmemory-policy", "noeviction")
     assert len(finals) == 20 and {"running", "succeeded"} <= seen
+
+
+@one_database
+def test_an_end_that_was_read_while_redis_was_away_is_not_taken_back(api: FlaskClient, world: World) -> None:
+    """Redis comes back with the state before it: its end was never told to it."""
+    job_id = submit(api, n=5)
+    shown, there = world.redis.hgetall(f"job:{job_id}"), os.environ["REDIS_URL"]
+    world.set(REDIS_URL="redis://127.0.0.1:1/0")
+    status._client.cache_clear()
+    run_job.run_once(job_id)
+    assert api.get(f"/jobs/{job_id}").json["status"] == "succeeded"
+    world.set(REDIS_URL=there)
+    status._client.cache_clear()
+    status._away_until = 0.0
+    assert world.redis.hgetall(f"job:{job_id}") == shown and shown["status"] == "queued"
+    assert api.get(f"/jobs/{job_id}").json["status"] == "succeeded"
