@@ -172,7 +172,8 @@ def _needless_row(now: datetime) -> _Ids:
 
 
 def _remove_row(tx: Connection, target_id: str, now: datetime) -> None:
-    message.remove(tx, target_id)
+    for task in states.OUTBOX_TASKS:
+        message.settle(tx, task, target_id)
 
 
 def _history_without_event(now: datetime) -> _Ids:

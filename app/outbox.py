@@ -124,14 +124,8 @@ def settle(tx: Connection, task: str, target_id: str) -> datetime | None:
 
 
 _of_target = (outbox.c.task.in_(states.OUTBOX_TASKS), outbox.c.target_id == bindparam("of_target"))  # as its index is
-_remove = delete(outbox).where(*_of_target)
 _unpark = update(outbox).where(*_of_target, outbox.c.state == states.PARKED).values(
     state=states.WAITING, available_at=bindparam("due"), failures=0, last_error=None)
-
-
-def remove(tx: Connection, target_id: str) -> None:
-    """The row is gone: there is nothing to do for it. The caller holds what it is for, so that nobody needs it anew."""
-    tx.execute(_remove, {"of_target": target_id})
 
 
 def unpark(tx: Connection, target_id: str, now: datetime) -> None:
