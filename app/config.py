@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import urlsplit
 
+from limits import parse_many
 from pydantic import BeforeValidator, Field, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 from sqlalchemy.engine import make_url
@@ -51,6 +52,10 @@ class Settings(BaseSettings):
     port: int = Field(8140, ge=1, le=65535)
     web_workers: int = Field(2, ge=1, le=64)
     web_threads: int = Field(16, ge=1, le=256)  # of each; a slow upload or a busy database holds one
+    web_waiters: int = Field(16, ge=0, le=256)  # further threads of each, for answers that Prefer: wait holds back
+    trusted_proxies: int = Field(0, ge=0, le=10)  # in front; whose X-Forwarded-* are believed
+    rate_limit: str | None = None  # of each owner, "100/second; 2000/minute"; none: no limit
+    max_backlog: int = Field(100_000, ge=1)  # unfinished jobs; beyond them 503
     hooksink_port: int = Field(8141, ge=1, le=65535)
     hook_log: Path | None = None  # None: hook.log in var_dir
     flower_port: int = Field(5555, ge=1, le=65535)
@@ -76,6 +81,7 @@ class Settings(BaseSettings):
     worker_concurrency: int = Field(default_factory=lambda: os.cpu_count() or 1, ge=1, le=1024)
     worker_queues: Texts = ("q:jobs2",)
     worker_stop_seconds: float = Field(25, ge=0, le=86_400)  # SIGTERM to release; platforms kill after 30
+    cancel_grace_seconds: float = Field(10, ge=0, le=86_400)  # what a running function gets to notice its cancellation
     courier_concurrency: int = Field(64, ge=4, le=1024)  # threads that wait on the network
     broker_visibility_timeout_seconds: int = Field(3600, ge=5)  # Redis brokers only; no promise hangs on it
 
@@ -128,6 +134,15 @@ class Settings(BaseSettings):
             raise ValueError(f"the name {EVERYBODY} is that of the open API")
         if len({name for name, _, _ in pairs}) < len(pairs) or len({token for _, _, token in pairs}) < len(pairs):
             raise ValueError("each name and each token once")
+        return value
+
+    @field_validator("rate_limit")
+    @classmethod
+    def _rate(cls, value: str | None) -> str | None:
+        try:
+            parse_many(value or "1/second")
+        except ValueError:
+            raise ValueError("limits such as 100/second; 2000/minute") from None
         return value
 
     @field_validator("callback_allow")

@@ -4,12 +4,17 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from flask import Response
+from flask import Response, request
 
 from app import jobs
 from app.submissions import Receipt
 
 RETRY_AFTER_SECONDS = 1  # when to poll again; nothing better is known
+
+
+def address(path: str) -> str:
+    """A path of this service as its client reaches it: behind a prefix, when a trusted proxy says so."""
+    return request.script_root + path
 
 
 def of_json(document: dict[str, Any]) -> Response:
@@ -19,9 +24,9 @@ def of_json(document: dict[str, Any]) -> Response:
 
 def accepted(receipt: Receipt) -> Response:
     """202, the same for every repetition of a key (RFC 9110 15.3.3)."""
-    headers = {"Location": jobs.path(receipt.job_id), "Retry-After": str(RETRY_AFTER_SECONDS)}
+    headers = {"Location": address(jobs.path(receipt.job_id)), "Retry-After": str(RETRY_AFTER_SECONDS)}
     if receipt.note_id is not None:
-        headers["Link"] = f'</notes/{receipt.note_id}>; rel="related"'
+        headers["Link"] = f'<{address(f"/notes/{receipt.note_id}")}>; rel="related"'
     if receipt.replayed:
         headers["Idempotent-Replayed"] = "true"
     return Response(receipt.body, 202, headers, content_type="application/json")

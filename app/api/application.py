@@ -2,12 +2,18 @@
 from __future__ import annotations
 
 import logging
+import re
 import uuid
+from typing import Any
 
 from flask import Flask, Response, g, request
+from werkzeug.middleware.proxy_fix import ProxyFix
 
 from app import kinds
 from app.api import health, jobs, notes, problems, tokens
+from app.config import settings
+
+_PREFIX = re.compile(r"(/[A-Za-z0-9._~-]+)*")
 
 log = logging.getLogger("uketsuke.api")
 
@@ -21,6 +27,9 @@ def create_app() -> Flask:
     app.url_map.merge_slashes = False  # its redirect would be built from the Host header
     app.url_map.strict_slashes = False  # /jobs/ is /jobs, without a redirect that would lose a POST's body
     kinds.registry()
+    if proxies := settings().trusted_proxies:
+        app.wsgi_app = ProxyFix(  # type: ignore[method-assign]
+            _without_odd_prefix(app.wsgi_app), x_for=proxies, x_proto=proxies, x_host=proxies, x_prefix=proxies)
     app.before_request(_name_request)
     app.before_request(tokens.require)
     app.after_request(_finish_response)
@@ -28,6 +37,18 @@ def create_app() -> Flask:
         app.register_blueprint(blueprint)
     problems.handle_all(app)
     return app
+
+
+def _without_odd_prefix(application: Any) -> Any:
+    """A prefix becomes a part of addresses, so it is a path or it is nothing: a proxy that sets none passes on what its
+    client sent."""
+
+    def inner(environ: dict[str, Any], start_response: Any) -> Any:
+        if not _PREFIX.fullmatch(environ.get("SCRIPT_NAME", "")):
+            environ["SCRIPT_NAME"] = ""
+        return application(environ, start_response)
+
+    return inner
 
 
 def _name_request() -> None:

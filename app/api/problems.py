@@ -68,9 +68,10 @@ class Problem(Exception):
 def answer(problem: Problem) -> Response:
     """The problem as a response of type `application/problem+json`."""
     entry = TABLE[problem.name]
+    root = request.script_root
     body = {
-        "type": f"/problems/{problem.name}", "title": entry.title, "status": entry.status, "detail": problem.detail,
-        "instance": request.path, "request_id": g.get("request_id"), **problem.extra}
+        "type": f"{root}/problems/{problem.name}", "title": entry.title, "status": entry.status,
+        "detail": problem.detail, "instance": root + request.path, "request_id": g.get("request_id"), **problem.extra}
     headers = dict(problem.headers)
     if entry.status == 503:
         headers.setdefault("Retry-After", str(RETRY_AFTER_SECONDS))

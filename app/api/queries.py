@@ -1,0 +1,59 @@
+"""What the lists may be asked for."""
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, TypeVar
+
+from flask import request
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from app import ids
+from app.api import door
+from app.errors import Flaw, InvalidInput
+
+MAX_LIMIT = 100
+
+Asked = TypeVar("Asked", bound="Page")
+
+
+def _cursor(text: Any) -> Any:
+    if text is not None and not ids.is_id(text):
+        raise ValueError("must be the cursor of a next link")
+    return text
+
+
+class Page(BaseModel):
+    """Which part of a list."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    limit: int = Field(20, ge=1, le=MAX_LIMIT, description="how many at most")
+
+
+class JobsQuery(Page):
+    """`GET /jobs`."""
+
+    status: Literal["queued", "running", "succeeded", "failed"] | None = Field(None, description="only of this status")
+    kind: str | None = Field(
+        None, pattern=r"^[A-Za-z][A-Za-z0-9_.-]{0,63}$", description="only of this kind")
+    cursor: Annotated[str | None, BeforeValidator(_cursor)] = Field(
+        None, description="from the Link of the page before")
+
+
+class NotesQuery(Page):
+    """`GET /notes`."""
+
+    cursor: int | None = Field(None, ge=1, le=2**31 - 1, description="from the Link of the page before")
+
+
+def read(query: type[Asked]) -> Asked:
+    """The request's query; an empty value is one that is not given. Raises InvalidInput."""
+    given = {}
+    for name, values in request.args.lists():
+        if len(values) > 1:
+            raise InvalidInput([Flaw(f"#/{name}", "is there twice")])
+        if values[0]:
+            given[name] = values[0]
+    try:
+        return query.model_validate_strings(given)
+    except ValidationError as error:
+        raise door.flaws(error) from None
