@@ -20,25 +20,34 @@ def give_sign_of_life(role: str, name: str, queues: list[str], concurrency: int)
     if away():
         return
     sign = json.dumps({"name": name, "queues": queues, "concurrency": concurrency})
-    with best_effort("presence"):
-        client().set(f"presence:{role}:{name}", sign, ex=PRESENCE_SECONDS)
+    with best_effort("presence"), client().pipeline(transaction=False) as pipe:
+        pipe.set(f"presence:{role}:{name}", sign, ex=PRESENCE_SECONDS)
+        pipe.sadd(f"presence:{role}", name)  # the names, so that nobody has to look through all keys
+        pipe.expire(f"presence:{role}", PRESENCE_SECONDS)
+        pipe.execute()
 
 
 def withdraw_sign_of_life(role: str, name: str) -> None:
     """Says that this Celery worker has stopped."""
     with best_effort("presence"):
         client().delete(f"presence:{role}:{name}")
+        client().srem(f"presence:{role}", name)
 
 
 def signs_of_life(role: str, within: float = PRESENCE_SECONDS) -> list[dict[str, Any]]:
     """The workers of a role that were alive within so many seconds. Raises `redis.exceptions.RedisError`."""
+    names = sorted(map(str, client().smembers(f"presence:{role}")))
     with client().pipeline(transaction=False) as pipe:
-        for key in client().scan_iter(f"presence:{role}:*", count=1000):
-            pipe.get(key)
-            pipe.pttl(key)
+        for name in names:
+            pipe.get(f"presence:{role}:{name}")
+            pipe.pttl(f"presence:{role}:{name}")
         answers = pipe.execute()
+    signs = list(zip(names, answers[::2], answers[1::2]))
+    if gone := [name for name, sign, _ in signs if not sign]:
+        with best_effort("presence"):
+            client().srem(f"presence:{role}", *gone)
     oldest = (PRESENCE_SECONDS - within) * 1000
-    return [json.loads(sign) for sign, left in zip(answers[::2], answers[1::2]) if sign and left >= oldest]
+    return [json.loads(sign) for _, sign, left in signs if sign and left >= oldest]
 
 
 def unserved(queues: Collection[str]) -> list[str]:
