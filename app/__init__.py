@@ -1,8 +1,8 @@
 """Nouns: plain Python over SQL. Celery is unknown here, Flask lives in `api/` alone.
 
 config       every setting, read once
-clock, ids, ports
-             the time, names for rows, whether a port is free
+clock, ids, ports, backoff
+             the time, names for rows, whether a port is free, when the next try is due
 db, schema   the engine and `transaction()`; the tables (`migrations/` makes them)
 turnstile    the queue of a SQLite file's writers
 states       the closed vocabularies and the allowed moves
@@ -12,6 +12,10 @@ jobs, notes, outbox, deliveries, idempotency, retention
              one noun each: its rows and every move that they make
 endpoints    which callback addresses may be reached
 submissions  the one transaction behind a 202
+interventions
+             what a client may still ask of a job: cancel it, tell its end once more
+pages        the lists, newest first
+outlook      how long a job has to wait, how large the backlog is
 status       the Redis view: the hash `job:<id>` and the relay's wake token
 presence     which workers and couriers are alive, and when the relay last ran
 signing      the secrets that callbacks are signed with

@@ -52,7 +52,7 @@ class Settings(BaseSettings):
     port: int = Field(8140, ge=1, le=65535)
     web_workers: int = Field(2, ge=1, le=64)
     web_threads: int = Field(16, ge=1, le=256)  # of each; a slow upload or a busy database holds one
-    web_waiters: int = Field(16, ge=0, le=256)  # further threads of each, for answers that Prefer: wait holds back
+    web_waiters: int = Field(16, ge=1, le=256)  # further threads of each, for answers that Prefer: wait holds back
     trusted_proxies: int = Field(0, ge=0, le=10)  # in front; whose X-Forwarded-* are believed
     rate_limit: str | None = None  # of each owner, "100/second; 2000/minute"; none: no limit
     max_backlog: int = Field(100_000, ge=1)  # unfinished jobs; beyond them 503
@@ -81,7 +81,7 @@ class Settings(BaseSettings):
     worker_concurrency: int = Field(default_factory=lambda: os.cpu_count() or 1, ge=1, le=1024)
     worker_queues: Texts = ("q:jobs2",)
     worker_stop_seconds: float = Field(25, ge=0, le=86_400)  # SIGTERM to release; platforms kill after 30
-    cancel_grace_seconds: float = Field(10, ge=0, le=86_400)  # what a running function gets to notice its cancellation
+    cancel_grace_seconds: float = Field(5, ge=0, le=86_400)  # what a running function gets to notice its cancellation
     courier_concurrency: int = Field(64, ge=4, le=1024)  # threads that wait on the network
     broker_visibility_timeout_seconds: int = Field(3600, ge=5)  # Redis brokers only; no promise hangs on it
 

@@ -2,14 +2,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import Any
 from urllib.parse import urlsplit
 
 from sqlalchemy import Connection, bindparam, exists, func, insert, select, text, update
 
-from app import outbox, states
+from app import backoff, outbox, states
 from app.clock import isoformat
+from app.config import settings
 from app.ids import new_id
 from app.jobs import Job, storable
 from app.schema import deliveries, delivery_attempts
@@ -41,6 +42,7 @@ class Attempt:
     """A row of `delivery_attempts`: how one try ended. Either a response code, or an error that says why there is none
     (a response that broke off has both)."""
 
+    delivery_id: str
     attempt: int
     at: datetime
     response_code: int | None
@@ -70,8 +72,9 @@ def as_document(delivery: Delivery) -> dict[str, Any]:
 def attempt_as_document(attempt: Attempt) -> dict[str, Any]:
     """One try as clients read it."""
     return {
-        "attempt": attempt.attempt, "at": isoformat(attempt.at), "response_code": attempt.response_code,
-        "error": attempt.error, "duration_seconds": round(attempt.duration_seconds, 3), "excerpt": attempt.excerpt,
+        "webhook_id": attempt.delivery_id, "attempt": attempt.attempt, "at": isoformat(attempt.at),
+        "response_code": attempt.response_code, "error": attempt.error,
+        "duration_seconds": round(attempt.duration_seconds, 3), "excerpt": attempt.excerpt,
     }
 
 
@@ -108,6 +111,12 @@ def attempts_of_job(view: Connection, job_id: str) -> list[Attempt]:
 
 # --- moves ---
 
+
+def first_attempt_at(now: datetime, chance: float) -> datetime:
+    """When a job that ended now is told of for the first time."""
+    return now + timedelta(seconds=backoff.jittered(settings().callback_schedule_seconds[0], chance))
+
+
 _add = insert(deliveries).values(state=states.PENDING)
 
 
@@ -115,7 +124,7 @@ def add(tx: Connection, job: Job, first_attempt_at: datetime, now: datetime) -> 
     """(none) → pending, with its outbox row. The caller holds the transaction that finishes the job."""
     url = job.callback_url or ""
     delivery = Delivery(
-        id=f"msg_{new_id()}", job_id=job.id, url=url, host=host_of(url), state=states.PENDING, attempts=0,
+        id=f"msg_{new_id(now)}", job_id=job.id, url=url, host=host_of(url), state=states.PENDING, attempts=0,
         next_attempt_at=first_attempt_at, leased_until=None, last_response=None, created_at=now, finished_at=None)
     tx.execute(_add, {
         "id": delivery.id, "job_id": job.id, "url": url, "host": delivery.host,
@@ -127,6 +136,20 @@ def add(tx: Connection, job: Job, first_attempt_at: datetime, now: datetime) -> 
 def stage(tx: Connection, delivery_id: str, available_at: datetime, now: datetime) -> None:
     """Asks for the message that brings this delivery's next try."""
     outbox.stage(tx, states.DELIVER_WEBHOOK, delivery_id, QUEUE, now, available_at)
+
+
+_hasten = update(deliveries).where(
+    deliveries.c.id == bindparam("delivery_id"), deliveries.c.state == states.PENDING,
+).values(next_attempt_at=bindparam("due")).returning(*_columns)
+
+
+def hasten(tx: Connection, pending: Delivery, now: datetime) -> Delivery | None:
+    """Makes the next try of a delivery that waits due now; None when it does not wait."""
+    hold(tx, pending.host)
+    after = _delivery(tx.execute(_hasten, {"delivery_id": pending.id, "due": now}).first())
+    if after is not None:
+        stage(tx, pending.id, now, now)
+    return after
 
 
 _hold_host = text("SELECT pg_advisory_xact_lock(hashtextextended(:host, 0))")
@@ -145,7 +168,7 @@ def claim(
 ) -> Delivery | None:
     """pending → sending: claims the next try. None when it is not due, another sender has it, or `per_host` attempts to
     its host are under way: then it waits without a message, and the end of one of those stages it (see `record`)."""
-    _hold(tx, known.host)
+    hold(tx, known.host)
     if tx.execute(_is_due, {"delivery_id": known.id, "now": now}).first() is None:
         return None
     outbox.settle(tx, states.DELIVER_WEBHOOK, known.id)
@@ -160,7 +183,7 @@ def restage(tx: Connection, delivery_id: str, not_before: datetime, now: datetim
     known = find(tx, delivery_id)
     if known is None:
         return
-    _hold(tx, known.host)
+    hold(tx, known.host)
     known = find(tx, delivery_id)
     if known is not None and known.next_attempt_at is not None:
         stage(tx, delivery_id, max(known.next_attempt_at, not_before), now)
@@ -168,8 +191,9 @@ def restage(tx: Connection, delivery_id: str, not_before: datetime, now: datetim
         outbox.settle(tx, states.DELIVER_WEBHOOK, delivery_id)
 
 
-def _hold(tx: Connection, host: str) -> None:
-    """Until the transaction ends, nobody else counts or changes this host's attempts (SQLite has one writer anyway)."""
+def hold(tx: Connection, host: str) -> None:
+    """Until the transaction ends, nobody else counts or changes this host's deliveries (SQLite has one writer anyway).
+    Taken before any row of theirs, so that two never wait for each other."""
     if tx.dialect.name == "postgresql":
         tx.execute(_hold_host, {"host": host})
 
@@ -211,7 +235,7 @@ def record(
 
     None, and nothing written, when the attempt is no longer this sender's.
     """
-    _hold(tx, held.host)
+    hold(tx, held.host)
     ended = None if becomes in states.UNFINISHED_DELIVERIES else now
     after = _delivery(tx.execute(_record, {
         "delivery_id": held.id, "held": held.attempts, "becomes": becomes, "due": next_attempt_at, "ended": ended,

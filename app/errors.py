@@ -54,6 +54,22 @@ class Expired(UketsukeError):
         self.expired_at = expired_at
 
 
+class Finished(UketsukeError):
+    """The job has ended, so it cannot be cancelled."""
+
+
+class Unfinished(UketsukeError):
+    """The job has not ended, so there is nothing to tell yet."""
+
+
+class NoCallback(UketsukeError):
+    """The job was submitted without a callback address."""
+
+
+class BacklogFull(UketsukeError):
+    """There are too many unfinished jobs to take another one."""
+
+
 class KeyReused(UketsukeError):
     """An idempotency key that already stands for a different request. `location` is that request's job."""
 

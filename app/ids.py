@@ -3,18 +3,21 @@ from __future__ import annotations
 
 import re
 import secrets
-import time
+from datetime import datetime, timedelta, timezone
 
+_EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
+_MILLISECOND = timedelta(milliseconds=1)
 _UUID = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}")
 
 
-def new_id() -> str:
-    """A UUID of version 7 (RFC 9562 5.7): sorts by creation, and its 74 random bits cannot be guessed.
+def new_id(now: datetime) -> str:
+    """A UUID of version 7 (RFC 9562 5.7): sorts by this moment, to the millisecond, and its 74 random bits cannot be
+    guessed.
 
     Own code because the standard library has it only since 3.14, and the libraries' counters make ids of one
     millisecond follow each other.
     """
-    milliseconds = time.time_ns() // 1_000_000
+    milliseconds = (now - _EPOCH) // _MILLISECOND
     bits = milliseconds << 80 | 7 << 76 | secrets.randbits(12) << 64 | 2 << 62 | secrets.randbits(62)
     digits = f"{bits:032x}"
     return "-".join((digits[:8], digits[8:12], digits[12:16], digits[16:20], digits[20:]))

@@ -40,6 +40,7 @@ class Job:
     callback_url: str | None
     worker: str | None
     lease_until: datetime | None
+    cancel_requested_at: datetime | None
     published_at: datetime | None
     created_at: datetime
     started_at: datetime | None
@@ -171,11 +172,13 @@ def extend_lease(tx: Connection, held: Job, lease_until: datetime, done: int | N
         "job_id": held.id, "held": held.attempt, "until": lease_until, "done": done, "total": total}).first())
 
 
-_finish = _move(*_held).values(
-    lease_until=None, progress_done=None, progress_total=None, finished_at=bindparam("now"),
-    expires_at=bindparam("expires"))
-_succeed = _finish.values(status=states.SUCCEEDED, result=bindparam("outcome"))
-_fail = _finish.values(status=states.FAILED, error_code=bindparam("code"), error_message=bindparam("message"))
+_wanted = (*_held, jobs.c.cancel_requested_at.is_(None))
+_end: dict[str, Any] = {
+    "lease_until": None, "progress_done": None, "progress_total": None, "finished_at": bindparam("now"),
+    "expires_at": bindparam("expires")}
+_failed = {"status": states.FAILED, "error_code": bindparam("code"), "error_message": bindparam("message"), **_end}
+_succeed = _move(*_wanted).values(status=states.SUCCEEDED, result=bindparam("outcome"), **_end)
+_fail = _move(*_wanted).values(**_failed)
 
 
 def succeed(tx: Connection, held: Job, result: str, now: datetime, ttl: timedelta) -> Job | None:
@@ -191,7 +194,7 @@ def fail(tx: Connection, held: Job, code: str, message: str, now: datetime, ttl:
         "now": now, "expires": now + ttl}).first())
 
 
-_requeue = _move(*_held).values(status=states.QUEUED, lease_until=None, progress_done=None, progress_total=None)
+_requeue = _move(*_wanted).values(status=states.QUEUED, lease_until=None, progress_done=None, progress_total=None)
 
 
 def requeue(tx: Connection, held: Job) -> Job | None:
@@ -205,6 +208,49 @@ _release = _requeue.values(max_attempts=jobs.c.max_attempts + 1)
 def release(tx: Connection, held: Job) -> Job | None:
     """running → queued: the worker had to stop. As `requeue`, but the attempt is not held against the job."""
     return _job(tx.execute(_release, {"job_id": held.id, "held": held.attempt}).first())
+
+
+# --- cancellation: a job that is queued ends at once; one that runs has no other end from then on ---
+
+_cancelled: dict[str, Any] = {"code": states.CANCELLED, "message": "cancelled on request"}
+_hold, _keep = _find.with_for_update(), _find.with_for_update(read=True, key_share=True)
+_cancel = _move(jobs.c.id == bindparam("job_id"), jobs.c.status == states.QUEUED).values(**_failed)
+_request_cancel = update(jobs).where(jobs.c.id == bindparam("job_id"), jobs.c.status == states.RUNNING).values(
+    cancel_requested_at=func.coalesce(jobs.c.cancel_requested_at, bindparam("now", type_=Moment()))
+).returning(*_columns)
+_end_cancelled = _move(*_held, jobs.c.cancel_requested_at.is_not(None)).values(**_failed)
+_cancel_requested = select(jobs.c.cancel_requested_at).where(*_held)
+
+
+def hold(tx: Connection, job_id: str) -> Job | None:
+    """The job with this id; until the transaction ends nobody else moves it."""
+    return _job(tx.execute(_hold, {"job_id": job_id}).first())
+
+
+def keep(tx: Connection, job_id: str) -> Job | None:
+    """The job with this id; until the transaction ends it is not pruned."""
+    return _job(tx.execute(_keep, {"job_id": job_id}).first())
+
+
+def cancel(tx: Connection, job_id: str, now: datetime, ttl: timedelta) -> Job | None:
+    """queued → failed with `cancelled`. The caller settles its outbox row."""
+    return _job(tx.execute(_cancel, {"job_id": job_id, "now": now, "expires": now + ttl, **_cancelled}).first())
+
+
+def request_cancel(tx: Connection, job_id: str, now: datetime) -> Job | None:
+    """Asks the running attempt to stop. No move: whoever ends the attempt from now on ends it with `end_cancelled`."""
+    return _job(tx.execute(_request_cancel, {"job_id": job_id, "now": now}).first())
+
+
+def end_cancelled(tx: Connection, held: Job, now: datetime, ttl: timedelta) -> Job | None:
+    """running → failed with `cancelled`, when that was asked for; every other end is refused then."""
+    return _job(tx.execute(_end_cancelled, {
+        "job_id": held.id, "held": held.attempt, "now": now, "expires": now + ttl, **_cancelled}).first())
+
+
+def cancel_requested(view: Connection, held: Job) -> bool:
+    """Whether this running attempt has been asked to stop."""
+    return view.execute(_cancel_requested, {"job_id": held.id, "held": held.attempt}).scalar_one_or_none() is not None
 
 
 _touch = _move(jobs.c.id == bindparam("job_id"))

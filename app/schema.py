@@ -12,7 +12,7 @@ from sqlalchemy.types import TypeDecorator
 
 from app import states
 
-REVISION = "0001"  # the migration that these tables are the outcome of
+REVISION = "0002"  # the migration that these tables are the outcome of
 
 metadata = MetaData(naming_convention={
     "ix": "ix_%(table_name)s_%(column_0_N_name)s",
@@ -56,12 +56,14 @@ notes = Table(
     Column("text", Text, nullable=False),
     Column("created_at", Moment, nullable=False),
     CheckConstraint("length(text) BETWEEN 1 AND 10000", name="text_length"),
+    Index("ix_notes_owner_id", "owner", "id"),
     sqlite_autoincrement=True,
 )
 
 # What a client submitted: the contract's job, in four statuses. `version` counts every change that a client can see,
 # so that a late write to the view never covers a later one. `published_at` is that of its first
-# message: when the job starts, consumption has moved past everything that was published clearly before it.
+# message: when the job starts, consumption has moved past everything that was published clearly before it. A job that
+# runs with `cancel_requested_at` has no other end than `cancelled`.
 jobs = Table(
     "jobs", metadata,
     Column("id", String(36), primary_key=True),
@@ -83,6 +85,7 @@ jobs = Table(
     Column("callback_url", Text),
     Column("worker", String(255)),
     Column("lease_until", Moment),
+    Column("cancel_requested_at", Moment),
     Column("published_at", Moment),
     Column("created_at", Moment, nullable=False),
     Column("started_at", Moment),
@@ -101,6 +104,11 @@ jobs = Table(
     _partial("ix_jobs_lease_until", "lease_until", where="status = 'running'"),
     _partial("ix_jobs_unfinished", "created_at", where="status IN ('queued', 'running')"),
     _partial("ix_jobs_expires_at", "expires_at", where="expires_at IS NOT NULL"),
+    _partial("ix_jobs_queued", "queue", "created_at", where="status = 'queued'"),  # the place in the queue
+    _partial("ix_jobs_kind_finished_at", "kind", "finished_at", where="finished_at IS NOT NULL"),  # lately
+    Index("ix_jobs_owner_id", "owner", "id"),  # the lists: an id sorts by creation
+    Index("ix_jobs_owner_status_id", "owner", "status", "id"),
+    Index("ix_jobs_owner_kind_id", "owner", "kind", "id"),
     _partial("ix_jobs_queue_started_at", "queue", "started_at", where="started_at IS NOT NULL"),
 )
 

@@ -10,13 +10,14 @@ FINAL = frozenset({SUCCEEDED, FAILED})
 
 # What docs/architecture.md draws; each is one guarded statement of `app.jobs`.
 JOB_MOVES = {
-    QUEUED: frozenset({RUNNING}),
+    QUEUED: frozenset({RUNNING, FAILED}),
     RUNNING: frozenset({QUEUED, SUCCEEDED, FAILED}),
     SUCCEEDED: frozenset(),
     FAILED: frozenset(),
 }
 
-ERROR_CODES = ("exception", "refused", "timeout", "crashed", "bad_result", "cancelled")
+CANCELLED = "cancelled"
+ERROR_CODES = ("exception", "refused", "timeout", "crashed", "bad_result", CANCELLED)
 
 WAITING = "waiting"
 LEASED = "leased"

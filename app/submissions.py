@@ -10,7 +10,8 @@ from typing import Any
 from sqlalchemy import Connection
 from sqlalchemy.exc import IntegrityError
 
-from app import db, idempotency, ids, jobs, notes, outbox, states, status
+from app import db, idempotency, ids, jobs, notes, outbox, outlook, states, status
+from app.config import settings
 from app.jobs import Job
 from app.kinds import Kind
 
@@ -41,8 +42,8 @@ def submit_job(
 ) -> Receipt:
     """Accepts a job: it will reach a final status, whatever dies from here on.
 
-    `members` has been validated as the kind's input. Raises `errors.KeyReused`, and `sqlalchemy.exc.DBAPIError` when
-    nothing could be kept.
+    `members` has been validated as the kind's input. Raises `errors.KeyReused`, `errors.BacklogFull`, and
+    `sqlalchemy.exc.DBAPIError` when nothing could be kept.
     """
 
     def write(tx: Connection) -> tuple[Job, int | None, dict[str, Any]]:
@@ -54,15 +55,16 @@ def submit_job(
 
 
 def submit_note(
-    owner: str, text: str, history: Kind, callback_url: str | None, key: Key | None, now: datetime,
+    owner: str, text: str, history: Kind, callback_url: str | None, key: Key | None, now: datetime, root: str = "",
 ) -> Receipt:
-    """Keeps a note and accepts its history job, in one transaction. Raises as `submit_job` does."""
+    """Keeps a note and accepts its history job, in one transaction. `root` is what stands before the service's paths.
+    Raises as `submit_job` does."""
 
     def write(tx: Connection) -> tuple[Job, int | None, dict[str, Any]]:
         note_id = notes.add(tx, owner, text, now)
         job = _new_job(owner, history, {"note_id": note_id}, callback_url, note_id, now)
         _put(tx, job)
-        body = {"id": note_id, "text": text, "job_id": job.id, "status_url": jobs.path(job.id)}
+        body = {"id": note_id, "text": text, "job_id": job.id, "status_url": root + jobs.path(job.id)}
         return job, note_id, body
 
     return _once(owner, key, write, now)
@@ -72,11 +74,12 @@ def _new_job(
     owner: str, kind: Kind, members: dict[str, Any], callback_url: str | None, note_id: int | None, now: datetime,
 ) -> Job:
     return Job(
-        id=ids.new_id(), owner=owner, kind=kind.name, queue=kind.queue, status=states.QUEUED, version=0, attempt=0,
+        id=ids.new_id(now), owner=owner, kind=kind.name, queue=kind.queue, status=states.QUEUED, version=0, attempt=0,
         max_attempts=kind.max_attempts, time_limit_seconds=kind.time_limit,
         input=json.dumps(members, ensure_ascii=False), result=None, error_code=None, error_message=None,
         progress_done=None, progress_total=None, note_id=note_id, callback_url=callback_url, worker=None,
-        lease_until=None, published_at=None, created_at=now, started_at=None, finished_at=None, expires_at=None)
+        lease_until=None, cancel_requested_at=None, published_at=None, created_at=now, started_at=None,
+        finished_at=None, expires_at=None)
 
 
 def _put(tx: Connection, job: Job) -> None:
@@ -94,6 +97,7 @@ def replay(owner: str, key: Key | None) -> Receipt | None:
 
 
 def _once(owner: str, key: Key | None, write: Write, now: datetime) -> Receipt:
+    outlook.refuse_beyond(settings().max_backlog)
     try:
         job, receipt = _commit(owner, key, write, now)
     except IntegrityError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from types import TracebackType
 
@@ -12,9 +13,12 @@ from sqlalchemy.exc import SQLAlchemyError
 from app import clock, db, jobs, status
 from app.config import settings
 from app.jobs import Job
+from tasks import interrupting
 
 log = logging.getLogger("uketsuke.attempt")
 
+KILL_AFTER_SECONDS = 5.0  # what an interrupted function gets to end
+_LOOK_SECONDS = 1.0  # how soon a running attempt learns that it is to stop
 _PROGRESS_SECONDS = 0.5  # how often progress reaches the view; SQL learns of it with each heartbeat
 
 
@@ -30,9 +34,13 @@ class Attempt:
     hours, and one whose process died, froze or lost the database is noticed within LEASE_SECONDS.
     """
 
-    def __init__(self, held: Job) -> None:
+    def __init__(self, held: Job, end: Callable[[], None] = lambda: None) -> None:
+        """`end` writes the end of a cancelled attempt whose function does not interrupting."""
         self._held = held
+        self._end = end
         self._lost = threading.Event()
+        self._cancelled = threading.Event()
+        self._function_runs = True
         self._ended = threading.Event()
         self._progress: tuple[int, int] | None = None
         self._as_of = held.as_of  # when it was known last that the attempt is ours
@@ -54,7 +62,11 @@ class Attempt:
             status.write(self._as_shown())
 
     def cancelled(self) -> bool:
-        return self._lost.is_set()
+        return self._lost.is_set() or self._cancelled.is_set()
+
+    def function_ended(self) -> None:
+        """Says that the function has returned, so that nothing needs to interrupt it."""
+        self._function_runs = False
 
     def _as_shown(self) -> Job:
         done, total = self._progress or (None, None)
@@ -71,23 +83,52 @@ class Attempt:
         self._heart.join()
 
     def _beat(self) -> None:
-        lease = settings().lease_seconds
-        while not self._ended.wait(heartbeat_seconds()):
+        extended_at = cancelled_at = time.monotonic()
+        interrupted = False
+        while not self._ended.wait(min(_LOOK_SECONDS, heartbeat_seconds())):
+            moment = time.monotonic()
             try:
-                self._extend(lease)
+                if moment - extended_at >= heartbeat_seconds():
+                    extended_at = moment
+                    self._extend()
+                elif not self._cancelled.is_set():
+                    self._look()
             except (SQLAlchemyError, OSError) as error:  # tried again at the next beat, as long as the lease stands
                 log.warning("the lease could not be extended", extra={"job_id": self.id, "error": type(error).__name__})
             if self._lost.is_set() and not self._ended.wait(1):  # not just finished a moment ago
                 log.warning("the attempt is no longer ours", extra={"job_id": self.id, "attempt": self.attempt})
                 return
+            if not self._cancelled.is_set():
+                cancelled_at = moment
+            elif self._function_runs:
+                interrupted = self._enforce(moment - cancelled_at, interrupted)
 
-    def _extend(self, lease: float) -> None:
+    def _look(self) -> None:
+        with db.reading() as view:
+            if jobs.cancel_requested(view, self._held):
+                self._cancelled.set()
+
+    def _enforce(self, seconds: float, interrupted: bool) -> bool:
+        """Ends the function of an attempt that was cancelled so long ago; returns whether it has been interrupted."""
+        grace = settings().cancel_grace_seconds
+        if seconds >= grace + KILL_AFTER_SECONDS:
+            self._end()
+            interrupting.kill()
+        elif seconds >= grace and not interrupted:
+            interrupting.interrupt()
+            return True
+        return interrupted
+
+    def _extend(self) -> None:
         done, total = self._progress or (None, None)
+        until = clock.now() + timedelta(seconds=settings().lease_seconds)
         with db.transaction() as tx:
-            after = jobs.extend_lease(tx, self._held, clock.now() + timedelta(seconds=lease), done, total)
+            after = jobs.extend_lease(tx, self._held, until, done, total)
         if after is None:
             self._lost.set()
             return
+        if after.cancel_requested_at is not None:
+            self._cancelled.set()
         self._as_of = after.as_of
         if not self._ended.is_set():
             status.write(after)

@@ -45,6 +45,11 @@ def _begin_child(**_: Any) -> None:
     _is_child = True
 
 
+def is_child() -> bool:
+    """Whether this is a process of a prefork pool: it runs one task at a time, and may die."""
+    return _is_child
+
+
 @signals.task_prerun.connect
 def _leave_stopping_to_the_parent(**_: Any) -> None:
     # A supervisor that signals the whole group (Heroku, systemd) means the parent, which lets the running job end or

@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
-from app import clock, db, deliveries, jobs, signing, states, status
+from app import backoff, clock, db, deliveries, jobs, signing, states, status
 from app.clock import isoformat
 from app.config import settings
 from app.deliveries import Attempt, Delivery
 from app.errors import EndpointRefused
 from app.jobs import Job
-from tasks import backoff, celery, egress, signature
+from tasks import celery, egress, signature
 from tasks.egress import Answer, Unanswered
 
 log = logging.getLogger("uketsuke.deliver")
@@ -139,7 +139,7 @@ def _act(
     else:
         code, excerpt = answer.code, answer.excerpt.decode("utf-8", "replace")
         retry_after = backoff.retry_after_seconds(answer.retry_after) if code in (429, 503) else None
-    tried = Attempt(held.attempts, began_at, code, error, time.monotonic() - began, excerpt)
+    tried = Attempt(held.id, held.attempts, began_at, code, error, time.monotonic() - began, excerpt)
     return tried, retry_after, refused
 
 

@@ -66,6 +66,9 @@ def _rescue_jobs(now: datetime) -> int:
 
 
 def _end_attempt(tx: Connection, job: Job, now: datetime) -> Job | None:
+    ttl = timedelta(seconds=settings().result_ttl_seconds)
+    if job.cancel_requested_at is not None:
+        return jobs.end_cancelled(tx, job, now, ttl)
     if job.attempt < job.max_attempts:
         return jobs.requeue(tx, job)
     code, message = "crashed", f"the process that ran attempt {job.attempt} died"
@@ -73,7 +76,7 @@ def _end_attempt(tx: Connection, job: Job, now: datetime) -> Job | None:
     last_heartbeat = job.lease_until - timedelta(seconds=settings().lease_seconds)
     if last_heartbeat - job.started_at > timedelta(seconds=job.time_limit_seconds):
         code, message = "timeout", "the attempt took longer than its kind's time limit and was killed"
-    return jobs.fail(tx, job, code, message, now, timedelta(seconds=settings().result_ttl_seconds))
+    return jobs.fail(tx, job, code, message, now, ttl)
 
 
 def _rescue_deliveries(now: datetime) -> int:
@@ -84,7 +87,7 @@ def _rescue_deliveries(now: datetime) -> int:
 
 def _end_try(delivery: Delivery, now: datetime) -> bool:
     why = "interrupted: the courier died; it is not known what arrived"
-    tried = Attempt(delivery.attempts, now, None, why, 0.0, None)
+    tried = Attempt(delivery.id, delivery.attempts, now, None, why, 0.0, None)
     ending = deliver_webhook.decide(delivery, tried, None, False, random.random(), now)
     after = deliver_webhook.record(delivery, tried, ending, now)
     if after is not None:

@@ -1,6 +1,7 @@
 """One attempt of one job: claim it (attempt, lease), run its kind, write final state and result in one transaction."""
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import os
@@ -17,12 +18,12 @@ from sqlalchemy import Connection
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
-from app import clock, db, deliveries, jobs, kinds, outbox, states, status
+from app import backoff, clock, db, deliveries, jobs, kinds, outbox, states, status
 from app.config import settings
 from app.deliveries import Delivery
 from app.jobs import Job
 from app.kinds import Kind
-from tasks import backoff, celery
+from tasks import celery
 from tasks.attempt import Attempt
 
 log = logging.getLogger("uketsuke.run")
@@ -93,20 +94,51 @@ def _leave_to_others(held: Job, now: Callable[[], datetime]) -> Job | None:
     if moment - held.created_at > timedelta(seconds=_UNKNOWN_SECONDS):
         return _finish(held, Failure("refused", f"no worker knows the kind {held.kind!r}", again=True), now)
     with db.transaction() as tx:
-        after = jobs.release(tx, held)
-        if after is not None:
-            follow_up(tx, after, backoff.next_job_attempt_at(held.attempt, random.random(), moment), moment)
-    if after is not None:
-        status.write(after)
-    return after
+        ended = _write_release(tx, held, backoff.next_job_attempt_at(held.attempt, random.random(), moment), moment)
+    if ended is not None:
+        status.write(*ended)
+    return None if ended is None else ended[0]
+
+
+def release_all(worker: str, now: datetime) -> list[Job]:
+    """running → queued, due at once, of every job that this worker holds (those whose cancellation was asked for end);
+    returns them as they are then."""
+    with db.transaction() as tx:
+        released = [ended for held in jobs.held_by(tx, worker) if (ended := _write_release(tx, held, now, now))]
+    for number, ended in enumerate(released):
+        log.warning("released: the worker stops", extra={"job_id": ended[0].id, "attempt": ended[0].attempt})
+        status.write(*ended, wake=number == len(released) - 1)
+    return [job for job, _ in released]
+
+
+def _write_release(
+    tx: Connection, held: Job, next_attempt_at: datetime, now: datetime,
+) -> tuple[Job, Delivery | None] | None:
+    after = jobs.release(tx, held) or jobs.end_cancelled(tx, held, now, _ttl())
+    return None if after is None else (after, follow_up(tx, after, next_attempt_at, now))
+
+
+def _ttl() -> timedelta:
+    return timedelta(seconds=settings().result_ttl_seconds)
 
 
 def _run(held: Job, kind: Kind, now: Callable[[], datetime]) -> Job | None:
-    with Attempt(held) as attempt:
+    with Attempt(held, functools.partial(_end_cancelled, held, now)) as attempt:
         if kind.transactional:
             return _run_in_transaction(held, kind, attempt, now)
         outcome = _outcome(kind, lambda input: kind.function(input, attempt), held)
+        attempt.function_ended()
         return _finish(held, outcome, now)
+
+
+def _end_cancelled(held: Job, now: Callable[[], datetime]) -> None:
+    """The end of an attempt whose function does not stop: it is written first, then nothing of it counts."""
+    with db.transaction() as tx:
+        after = jobs.end_cancelled(tx, held, now(), _ttl())
+        delivery = None if after is None else follow_up(tx, after, now(), now())
+    if after is not None:
+        log.warning("the cancelled function did not stop", extra={"job_id": held.id, "attempt": held.attempt})
+        status.write(after, delivery, wake=delivery is not None)
 
 
 def _run_in_transaction(held: Job, kind: Kind, attempt: Attempt, now: Callable[[], datetime]) -> Job | None:
@@ -118,7 +150,11 @@ def _run_in_transaction(held: Job, kind: Kind, attempt: Attempt, now: Callable[[
             if isinstance(outcome, Failure):
                 failure = outcome
                 raise Lost
+            attempt.function_ended()
             ended = _write_end(tx, held, outcome, now())
+            if ended[0].status != states.SUCCEEDED:  # cancelled meanwhile: the function's rows go
+                failure = Failure(states.CANCELLED, "cancelled on request", again=False)
+                raise Lost
     except Lost:
         return None if failure is None else _finish(held, failure, now)
     except (DBAPIError, PoolTimeout) as error:
@@ -193,13 +229,13 @@ def _finish(held: Job, outcome: Outcome, now: Callable[[], datetime]) -> Job | N
 
 def _write_end(tx: Connection, held: Job, outcome: Outcome, now: datetime) -> tuple[Job, Delivery | None]:
     """The one guarded statement that ends the attempt, with what must follow from it. Raises Lost."""
-    ttl = timedelta(seconds=settings().result_ttl_seconds)
     if isinstance(outcome, Success):
-        after = jobs.succeed(tx, held, outcome.result, now, ttl)
+        after = jobs.succeed(tx, held, outcome.result, now, _ttl())
     elif outcome.again and held.attempt < held.max_attempts:
         after = jobs.requeue(tx, held)
     else:
-        after = jobs.fail(tx, held, outcome.code, outcome.message, now, ttl)
+        after = jobs.fail(tx, held, outcome.code, outcome.message, now, _ttl())
+    after = after or jobs.end_cancelled(tx, held, now, _ttl())
     if after is None:
         raise Lost
     return after, follow_up(tx, after, backoff.next_job_attempt_at(held.attempt, random.random(), now), now)
@@ -213,5 +249,4 @@ def follow_up(tx: Connection, job: Job, next_attempt_at: datetime, now: datetime
         return None
     if job.callback_url is None:
         return None
-    first = backoff.jittered(settings().callback_schedule_seconds[0], random.random())
-    return deliveries.add(tx, job, now + timedelta(seconds=first), now)
+    return deliveries.add(tx, job, deliveries.first_attempt_at(now, random.random()), now)

@@ -8,16 +8,14 @@ import os
 import signal
 import threading
 import time
-from datetime import datetime
 from typing import Any
 
 from celery import signals
 from celery.concurrency import prefork
 from sqlalchemy.exc import SQLAlchemyError
 
-from app import clock, db, jobs, logs, status
+from app import clock, db, logs
 from app.config import settings
-from app.jobs import Job
 from tasks import celery, run_job
 
 log = logging.getLogger("uketsuke.stopping")
@@ -58,20 +56,8 @@ def _release_until_it_is_written() -> None:
     leases run out, and the rescue does the same, at the price of an attempt."""
     while True:
         try:
-            release_all(celery.NAME, clock.now())
+            run_job.release_all(celery.NAME, clock.now())
             return
         except SQLAlchemyError as error:
             log.error("not released yet", extra={"error": db.reason(error)})
             time.sleep(_AGAIN_SECONDS)
-
-
-def release_all(worker: str, now: datetime) -> list[Job]:
-    """running → queued, due at once, of every job that this worker holds; returns them as they are then."""
-    with db.transaction() as tx:
-        released = [after for held in jobs.held_by(tx, worker) if (after := jobs.release(tx, held)) is not None]
-        for job in released:
-            run_job.follow_up(tx, job, now, now)
-    for number, job in enumerate(released):
-        log.warning("released: the worker stops", extra={"job_id": job.id, "attempt": job.attempt})
-        status.write(job, wake=number == len(released) - 1)
-    return released

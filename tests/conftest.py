@@ -15,7 +15,7 @@ import pytest
 import redis
 from flask.testing import FlaskClient
 
-from app import config, db, endpoints, kinds, stack, status
+from app import config, db, endpoints, kinds, outlook, stack, status
 from tests import receiver as receivers
 from tests import servers
 from tests.processes import Site
@@ -128,6 +128,7 @@ def world(
     client = redis.Redis.from_url(valkey.url, decode_responses=True)
     client.flushall()
     status._away_until = status._distrusted_until = 0.0
+    outlook.forget()
     try:
         yield World(url, tmp_path / "var", client, change)
     finally:

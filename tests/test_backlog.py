@@ -92,7 +92,7 @@ class Hours:
 
     def submit(self, queue: str, count: int) -> list[str]:
         """Queued jobs, published one after the other until now."""
-        made = [ids.new_id() for _ in range(count)]
+        made = [ids.new_id(clock.now()) for _ in range(count)]
         rows = [{
             "id": job_id, "owner": "everybody", "kind": "primes", "queue": queue, "status": states.QUEUED,
             "max_attempts": 3, "time_limit_seconds": 300.0, "input": '{"n": 5}',

@@ -15,10 +15,10 @@ import pytest
 from flask.testing import FlaskClient
 from standardwebhooks import Webhook
 
-from app import clock, config, db, deliveries, endpoints, signing, states, status
+from app import backoff, clock, config, db, deliveries, endpoints, signing, states, status
 from app.errors import EndpointRefused
 from hooksink import signature as receiving
-from tasks import backoff, deliver_webhook, egress, rescue_stalled, run_job, signature
+from tasks import deliver_webhook, egress, rescue_stalled, run_job, signature
 from tasks.egress import Answer, Unanswered
 from tests import receiver as receivers
 from tests.conftest import World, one_database

@@ -13,7 +13,7 @@ from flask.testing import FlaskClient
 from pydantic import BaseModel
 
 from app import clock, db, jobs, kinds
-from tasks import celery, run_job, stopping
+from tasks import celery, run_job
 from tests.conftest import World, one_database
 from tests.running import a_kind, die_in_mid_job, later, relay, run_to_end, submit
 from tests.servers import wait_until
@@ -153,7 +153,7 @@ def test_a_job_that_is_released_runs_again_at_once_and_keeps_its_attempts(api: F
 
     def work(input: Any, job: kinds.Job) -> str:
         if job.attempt < 3:
-            released.extend(stopping.release_all(celery.NAME, clock.now()))
+            released.extend(run_job.release_all(celery.NAME, clock.now()))
         return "done"
 
     with a_kind(work, max_attempts=1) as kind:
@@ -165,7 +165,7 @@ def test_a_job_that_is_released_runs_again_at_once_and_keeps_its_attempts(api: F
             assert relay() == [("run_job", job_id)]
         assert run_job.run_once(job_id).result == '"done"'
     assert [job.attempt for job in released] == [1, 2]
-    assert stopping.release_all(celery.NAME, clock.now()) == []
+    assert run_job.release_all(celery.NAME, clock.now()) == []
 
 
 def test_an_attempt_that_was_lost_changes_nothing_while_the_next_one_runs(api: FlaskClient, world: World) -> None:

@@ -1,0 +1,66 @@
+"""What a client may still ask of a job that it has submitted, each in one transaction: to be cancelled, and to have its
+end told once more."""
+from __future__ import annotations
+
+import random
+from datetime import datetime, timedelta
+
+from sqlalchemy import Connection
+
+from app import db, deliveries, jobs, outbox, ownership, states, status
+from app.config import settings
+from app.deliveries import Delivery
+from app.errors import Finished, NoCallback, Unfinished
+from app.jobs import Job
+
+
+def cancel(owner: str, job_id: str, now: datetime) -> tuple[Job, Delivery | None]:
+    """A queued job ends at once; a running one is asked to stop and has no other end than `cancelled` from then on.
+    Repeating it changes nothing. Returns the job as it is then, with its callback.
+
+    Raises `errors.NotFound`, `errors.Expired`, and `errors.Finished` when it has ended otherwise.
+    """
+    with db.transaction() as tx:
+        outbox.settle(tx, states.RUN_JOB, job_id)  # before the job, as whoever claims it does: none waits for the other
+        job = ownership.owned(jobs.hold(tx, job_id), tx, job_id, owner, now)
+        if job.final and job.error_code != states.CANCELLED:
+            raise Finished(f"the job has {job.status}")
+        if job.status == states.QUEUED:
+            job = _end_queued(tx, job, now)
+        elif job.status == states.RUNNING:
+            job = jobs.request_cancel(tx, job_id, now) or job
+        callback = None if job.callback_url is None else deliveries.latest_of_job(tx, job_id)
+    status.write(job, callback, wake=job.final and callback is not None)
+    return job, callback
+
+
+def _end_queued(tx: Connection, job: Job, now: datetime) -> Job:
+    ended = jobs.cancel(tx, job.id, now, timedelta(seconds=settings().result_ttl_seconds))
+    assert ended is not None  # it is held
+    outbox.settle(tx, states.RUN_JOB, job.id)  # it may have been queued again a moment ago
+    if ended.callback_url is not None:
+        deliveries.add(tx, ended, deliveries.first_attempt_at(now, random.random()), now)
+    return ended
+
+
+def redeliver(owner: str, job_id: str, now: datetime) -> Delivery:
+    """One more round of telling how the job ended, from now on; a round that is under way goes on with its next try now
+    instead of a second beside it. Returns the delivery.
+
+    Raises `errors.NotFound`, `errors.Expired`, `errors.Unfinished` and `errors.NoCallback`.
+    """
+    with db.transaction() as tx:
+        job = ownership.owned(jobs.keep(tx, job_id), tx, job_id, owner, now)
+        if job.callback_url is None:
+            raise NoCallback("the job was submitted without a callback_url")
+        if not job.final:
+            raise Unfinished(f"the job is {job.status}")
+        deliveries.hold(tx, deliveries.host_of(job.callback_url))
+        latest = deliveries.latest_of_job(tx, job_id)
+        if latest is None or latest.finished_at is not None:
+            latest = deliveries.add(tx, job, now, now)
+        else:
+            latest = deliveries.hasten(tx, latest, now) or latest
+        job = jobs.touch(tx, job_id)
+    status.write(job, latest, wake=True)
+    return latest

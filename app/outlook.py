@@ -1,0 +1,175 @@
+"""How long a job may still take, and how large the backlog is. An estimate: looked up at most once a second in a
+process, so that polling costs the database nothing more."""
+from __future__ import annotations
+
+import bisect
+import itertools
+import logging
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+
+from redis.exceptions import RedisError
+from sqlalchemy import Connection, bindparam, func, select
+from sqlalchemy.exc import SQLAlchemyError
+
+from app import clock, db, kinds, presence, states
+from app.config import settings
+from app.errors import BacklogFull
+from app.schema import jobs
+
+log = logging.getLogger("uketsuke.outlook")
+
+MAX_SECONDS = 60  # of an estimate: who waits longer asks again
+_FRESH_SECONDS = 1.0
+_PAUSE_SECONDS = 5.0  # after a database that did not answer
+_LATELY = 20  # jobs of a kind, whose run times count
+_PLACES = 2000  # of a queue that are looked at one by one; what lies behind is taken to be alike
+_HANDLING_SECONDS = 0.005  # what a job takes of its slot beside its run: message, claim, end
+_LONG_AGO = datetime.min.replace(tzinfo=timezone.utc)
+
+
+@dataclass(frozen=True)
+class Queue:
+    """A queue as it was: who waits since when, and how much work is before each."""
+
+    slots: int = 1
+    since: list[datetime] = field(default_factory=list)  # of those that wait, the longest first
+    work: list[float] = field(default_factory=lambda: [0.0])  # seconds before the first, the second, ...
+    length: int = 0
+    newest: datetime = _LONG_AGO
+
+    def seconds_before(self, since: datetime) -> float:
+        """The work, in seconds of one slot, that is to be done before a job that waits since then."""
+        place = bisect.bisect_left(self.since, since)
+        if place < len(self.since) or self.length <= len(self.since):
+            return self.work[place]
+        span = (self.newest - self.since[-1]).total_seconds()
+        behind = min(1.0, (since - self.since[-1]).total_seconds() / span) if span > 0 else 1.0
+        each = self.work[-1] / len(self.since)
+        return self.work[-1] + behind * (self.length - len(self.since)) * each
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """The queues, the run times of late, and how many jobs are unfinished (up to MAX_BACKLOG and one more)."""
+
+    queues: Mapping[str, Queue] = field(default_factory=dict)
+    run_seconds: Mapping[str, float] = field(default_factory=dict)
+    backlog: int = 0
+
+    def seconds_left(
+        self, kind: str, created_at: datetime, started_at: datetime | None, now: datetime,
+    ) -> int:
+        """When it is worth asking again for an unfinished job of this kind, which runs since `started_at` or waits:
+        whole seconds, 1 to MAX_SECONDS; 1 when nothing is known."""
+        known = kinds.registry().get(kind)
+        run = self.run_seconds.get(kind, 0.0)
+        if started_at is not None:  # one that takes longer than the others is expected to take as long again
+            seconds = abs(run - (now - started_at).total_seconds()) if run else 0.0
+        else:
+            queue = self.queues.get(known.queue, Queue()) if known else Queue()
+            seconds = queue.seconds_before(created_at) / queue.slots + run
+        return max(1, min(MAX_SECONDS, round(seconds)))
+
+
+# --- the latest one ---
+
+_latest = Outlook()
+_look_again_at = 0.0
+_looking = threading.Lock()
+
+
+def latest() -> Outlook:
+    """The outlook, about a second old at most while the database answers; else what was known last. Never raises."""
+    global _latest, _look_again_at
+    if time.monotonic() >= _look_again_at and _looking.acquire(blocking=False):
+        try:
+            with db.reading() as view:
+                _latest = look(view, clock.now())
+            _look_again_at = time.monotonic() + _FRESH_SECONDS
+        except (SQLAlchemyError, OSError) as error:
+            log.warning("no outlook", extra={"error": type(error).__name__})
+            _look_again_at = time.monotonic() + _PAUSE_SECONDS
+        finally:
+            _looking.release()
+    return _latest
+
+
+def forget() -> None:
+    """Makes the next outlook a new one."""
+    global _latest, _look_again_at
+    _latest, _look_again_at = Outlook(), 0.0
+
+
+def refuse_beyond(most: int) -> None:
+    """Raises `errors.BacklogFull` when there are so many unfinished jobs, give or take those that are submitted at this
+    moment. Far below that the count may be a second old; near it each submission counts."""
+    backlog = latest().backlog
+    if backlog >= 0.9 * most - 1000:
+        with db.reading() as view:
+            backlog = _count_unfinished(view, most)
+    if backlog >= most:
+        raise BacklogFull(f"{backlog} jobs are unfinished")
+
+
+# --- looking ---
+
+_waiting = select(jobs.c.created_at, jobs.c.kind).where(
+    jobs.c.queue == bindparam("in_queue"), jobs.c.status == states.QUEUED).order_by(jobs.c.created_at).limit(_PLACES)
+_length = select(func.count(), func.max(jobs.c.created_at)).where(
+    jobs.c.queue == bindparam("in_queue"), jobs.c.status == states.QUEUED)
+_running = select(jobs.c.queue, jobs.c.kind, jobs.c.started_at).where(jobs.c.status == states.RUNNING).limit(_PLACES)
+_runs = select(jobs.c.started_at, jobs.c.finished_at).where(
+    jobs.c.kind == bindparam("of_kind"), jobs.c.finished_at.is_not(None)
+).order_by(jobs.c.finished_at.desc()).limit(_LATELY)
+
+
+def look(view: Connection, now: datetime) -> Outlook:
+    """The outlook of this moment. Raises `sqlalchemy.exc.SQLAlchemyError`."""
+    run_seconds = {kind: mean for kind in kinds.registry() if (mean := _mean_run(view, kind))}
+    running: dict[str, float] = {}
+    for queue, kind, started_at in view.execute(_running):
+        left = max(0.0, run_seconds.get(kind, 0.0) - (now - started_at).total_seconds())
+        running[queue] = running.get(queue, 0.0) + left
+    slots = _slots()
+    queues = {
+        name: _queue(view, name, max(1, slots.get(name, 0)), running.get(name, 0.0), run_seconds)
+        for name in {kind.queue for kind in kinds.registry().values()}}
+    return Outlook(queues, run_seconds, _count_unfinished(view, settings().max_backlog))
+
+
+def _mean_run(view: Connection, kind: str) -> float | None:
+    runs = [(row.finished_at - row.started_at).total_seconds()
+            for row in view.execute(_runs, {"of_kind": kind}) if row.started_at is not None]
+    return sum(runs) / len(runs) if runs else None
+
+
+def _queue(view: Connection, name: str, slots: int, running: float, run_seconds: Mapping[str, float]) -> Queue:
+    waiting = view.execute(_waiting, {"in_queue": name}).all()
+    each = (run_seconds.get(row.kind, 0.0) + _HANDLING_SECONDS for row in waiting)
+    work = list(itertools.accumulate(each, initial=running))
+    length, newest = len(waiting), _LONG_AGO
+    if length == _PLACES:
+        length, newest = view.execute(_length, {"in_queue": name}).one()
+    return Queue(slots, [row.created_at for row in waiting], work, length, newest)
+
+
+def _slots() -> dict[str, int]:
+    """The processes that serve each queue; nothing when Redis does not tell."""
+    slots: dict[str, int] = {}
+    try:
+        for sign in presence.signs_of_life("worker"):
+            for queue in sign["queues"]:
+                slots[queue] = slots.get(queue, 0) + sign["concurrency"]
+    except (RedisError, OSError):
+        return {}
+    return slots
+
+
+def _count_unfinished(view: Connection, most: int) -> int:
+    """How many jobs are unfinished; no more than so many and one are counted."""
+    unfinished = select(jobs.c.id).where(jobs.c.status.in_([states.QUEUED, states.RUNNING])).limit(most + 1)
+    return view.execute(select(func.count()).select_from(unfinished.subquery())).scalar_one()
