@@ -32,7 +32,7 @@ def main() -> int:
     Granian(
         "app.api:create_app", factory=True, interface=Interfaces.WSGI, websockets=False,
         address=settings.host, port=settings.port, workers=settings.web_workers,
-        blocking_threads=settings.web_threads, backlog=1024, respawn_failed_workers=True,
+        blocking_threads=settings.web_threads + settings.web_waiters, backlog=1024, respawn_failed_workers=True,
         workers_kill_timeout=10, log_dictconfig=logs.configuration("web"), log_level=LogLevels.error,
     ).serve()
     return 0

@@ -2,14 +2,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from datetime import datetime
 from typing import Any
+from urllib.parse import urlencode
 
 from flask import Response, request
 
-from app import jobs
+from app import clock, jobs, outlook
 from app.submissions import Receipt
-
-RETRY_AFTER_SECONDS = 1  # when to poll again; nothing better is known
 
 
 def address(path: str) -> str:
@@ -17,14 +18,29 @@ def address(path: str) -> str:
     return request.script_root + path
 
 
-def of_json(document: dict[str, Any]) -> Response:
-    """200 with this document."""
-    return Response(json.dumps(document, ensure_ascii=False) + "\n", content_type="application/json")
+def of_json(document: Mapping[str, Any], status: int = 200) -> Response:
+    """An answer with this document."""
+    return Response(json.dumps(document, ensure_ascii=False) + "\n", status, content_type="application/json")
 
 
-def accepted(receipt: Receipt) -> Response:
+def page(name: str, documents: list[dict[str, Any]], cursor: object | None) -> Response:
+    """200 with a part of a list, and where it goes on (RFC 8288)."""
+    answer = of_json({name: documents})
+    if cursor is not None:
+        asked = {key: value for key, value in request.args.items() if value and key != "cursor"}
+        query = urlencode({**asked, "cursor": cursor})
+        answer.headers["Link"] = f'<{address(request.path)}?{query}>; rel="next"'
+    return answer
+
+
+def retry_after(kind: str, created_at: datetime, started_at: datetime | None = None) -> str:
+    """The value of Retry-After for an unfinished job (RFC 9110 10.2.3): whole seconds."""
+    return str(outlook.latest().seconds_left(kind, created_at, started_at, clock.now()))
+
+
+def accepted(receipt: Receipt, kind: str) -> Response:
     """202, the same for every repetition of a key (RFC 9110 15.3.3)."""
-    headers = {"Location": address(jobs.path(receipt.job_id)), "Retry-After": str(RETRY_AFTER_SECONDS)}
+    headers = {"Location": address(jobs.path(receipt.job_id)), "Retry-After": retry_after(kind, clock.now())}
     if receipt.note_id is not None:
         headers["Link"] = f'<{address(f"/notes/{receipt.note_id}")}>; rel="related"'
     if receipt.replayed:

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import logging
 import re
+import threading
 import uuid
 from typing import Any
 
@@ -10,7 +11,7 @@ from flask import Flask, Response, g, request
 from werkzeug.middleware.proxy_fix import ProxyFix
 
 from app import kinds
-from app.api import health, jobs, notes, problems, tokens
+from app.api import health, jobs, notes, problems, rates, tokens
 from app.config import settings
 
 _PREFIX = re.compile(r"(/[A-Za-z0-9._~-]+)*")
@@ -32,6 +33,8 @@ def create_app() -> Flask:
             _without_odd_prefix(app.wsgi_app), x_for=proxies, x_proto=proxies, x_host=proxies, x_prefix=proxies)
     app.before_request(_name_request)
     app.before_request(tokens.require)
+    app.before_request(rates.require)
+    app.extensions["uketsuke_waiters"] = threading.BoundedSemaphore(settings().web_waiters)
     app.after_request(_finish_response)
     for blueprint in (jobs.blueprint, notes.blueprint, health.blueprint, problems.blueprint):
         app.register_blueprint(blueprint)

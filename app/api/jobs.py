@@ -1,4 +1,4 @@
-"""`/jobs`: submitting and polling."""
+"""`/jobs`: submitting, polling, listing, and what may still be asked of a job."""
 from __future__ import annotations
 
 import json
@@ -6,12 +6,10 @@ from typing import Any
 
 from flask import Blueprint, Response
 from pydantic import ValidationError
-from sqlalchemy import Connection
 
-from app import clock, db, deliveries, ids, jobs, kinds, retention, states, status, submissions
-from app.api import answers, door, tokens
-from app.errors import Expired, Flaw, InvalidInput, NotFound
-from app.jobs import Job
+from app import clock, db, deliveries, ids, interventions, jobs, kinds, ownership, pages, status, submissions
+from app.api import answers, door, polling, queries, tokens
+from app.errors import Flaw, InvalidInput
 from app.kinds import Kind
 
 blueprint = Blueprint("jobs", __name__)
@@ -25,7 +23,7 @@ def submit() -> Response:
     given = {"kind": _DEFAULT_KIND, **door.read_object()}
     key = door.key_of(given)
     if (first := submissions.replay(tokens.owner(), key)) is not None:
-        return answers.accepted(first)
+        return answers.accepted(first, str(given["kind"]))
     members = dict(given)
     kind = _kind(members.pop("kind"))
     callback_url = door.callback_url(members)
@@ -33,8 +31,8 @@ def submit() -> Response:
         kinds.read_input(kind, json.dumps(members))
     except ValidationError as error:
         raise door.flaws(error) from None
-    return answers.accepted(
-        submissions.submit_job(tokens.owner(), kind, members, callback_url, key, clock.now()))
+    receipt = submissions.submit_job(tokens.owner(), kind, members, callback_url, key, clock.now())
+    return answers.accepted(receipt, kind.name)
 
 
 def _kind(name: Any) -> Kind:
@@ -44,53 +42,61 @@ def _kind(name: Any) -> Kind:
     return offered[name]
 
 
+@blueprint.get("/jobs")
+def index() -> Response:
+    """The owner's jobs, newest first."""
+    asked = queries.read(queries.JobsQuery)
+    with db.reading() as view:
+        found = pages.jobs_of(
+            view, tokens.owner(), clock.now(), asked.limit, asked.status, asked.kind, asked.cursor)
+    return answers.page("jobs", [status.document(*each) for each in found.jobs], found.cursor)
+
+
 @blueprint.get("/jobs/<job_id>")
 def poll(job_id: str) -> Response:
-    """The job as it is, from the view when that knows it, else from SQL."""
-    if not ids.is_id(job_id):
-        raise _unknown()
-    shown = status.read(job_id)
-    if shown is not None and shown.owner != tokens.owner():
-        raise _unknown()
-    document = _from_sql(job_id) if shown is None else shown.document
-    answer = answers.of_json(document)
-    if document["status"] not in states.FINAL:
-        answer.headers["Retry-After"] = str(answers.RETRY_AFTER_SECONDS)
+    """The job as it is, or as it is after its next change (Prefer: wait)."""
+    document = polling.find(job_id)
+    seconds = polling.preferred_wait()
+    if seconds is None:
+        return polling.answer(document)
+    with polling.a_waiter() as granted:
+        if granted:
+            document = polling.after_change(job_id, document, seconds)
+    answer = polling.answer(document)
+    if granted:
+        answer.headers["Preference-Applied"] = f"wait={seconds}"
+    return answer
+
+
+@blueprint.post("/jobs/<job_id>/cancel")
+def cancel(job_id: str) -> Response:
+    """Ends a queued job, asks a running one to stop."""
+    job, callback = interventions.cancel(tokens.owner(), _checked(job_id), clock.now())
+    answer = answers.of_json(status.document(job, callback))
+    if not job.final:
+        answer.headers["Retry-After"] = answers.retry_after(job.kind, job.created_at, job.started_at)
     return answer
 
 
 @blueprint.get("/jobs/<job_id>/deliveries")
 def list_deliveries(job_id: str) -> Response:
-    """Every try to tell the job's end."""
-    if not ids.is_id(job_id):
-        raise _unknown()
+    """Every attempt to tell the job's end."""
     with db.reading() as view:
-        _find(view, job_id)
+        ownership.owned(jobs.find(view, _checked(job_id)), view, job_id, tokens.owner(), clock.now())
         attempts = deliveries.attempts_of_job(view, job_id)
     return answers.of_json({"deliveries": [deliveries.attempt_as_document(attempt) for attempt in attempts]})
 
 
-def _from_sql(job_id: str) -> dict[str, Any]:
-    """SQL's answer, put back into the view. Raises NotFound and Expired."""
-    with db.reading() as view:
-        job = _find(view, job_id)
-        delivery = None if job.callback_url is None else deliveries.latest_of_job(view, job_id)
-    status.write(job, delivery)
-    return status.document(job, delivery)
+@blueprint.post("/jobs/<job_id>/redeliver")
+def redeliver(job_id: str) -> Response:
+    """Tells the job's end once more: 202 once that is committed."""
+    delivery = interventions.redeliver(tokens.owner(), _checked(job_id), clock.now())
+    answer = answers.of_json({"job_id": job_id, "callback": deliveries.as_document(delivery)}, 202)
+    answer.headers["Location"] = answers.address(jobs.path(job_id) + "/deliveries")
+    return answer
 
 
-def _unknown() -> NotFound:
-    """There is no such job, or it is another owner's: nobody can tell which."""
-    return NotFound("no job has this id")
-
-
-def _find(view: Connection, job_id: str) -> Job:
-    """This owner's job by a well-formed id. Raises NotFound and Expired."""
-    job = jobs.find(view, job_id)
-    if job is None:
-        raise retention.find_tombstone(view, job_id, tokens.owner()) or _unknown()
-    if job.owner != tokens.owner():
-        raise _unknown()
-    if job.expires_at is not None and job.finished_at is not None and job.expires_at <= clock.now():
-        raise Expired(job.id, job.kind, job.status, job.finished_at, job.expires_at)
-    return job
+def _checked(job_id: str) -> str:
+    if not ids.is_id(job_id):
+        raise ownership.unknown()
+    return job_id

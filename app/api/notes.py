@@ -1,13 +1,13 @@
 """`/notes`: a note is kept at once, its history is written later."""
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
-from flask import Blueprint, Response
+from flask import Blueprint, Response, request
 from pydantic import BaseModel, Field, ValidationError
 
-from app import clock, db, kinds, notes, submissions
-from app.api import answers, door, tokens
+from app import clock, db, kinds, notes, pages, submissions
+from app.api import answers, door, queries, tokens
 from app.clock import isoformat
 from app.errors import NotFound
 from app.notes import Note
@@ -24,10 +24,11 @@ class NewNote(BaseModel):
 @blueprint.post("/notes")
 def submit() -> Response:
     """Keeps a note and accepts its history job: 202 once both are committed."""
+    history = kinds.registry()["history"]
     given = door.read_object()
     key = door.key_of(given)
     if (first := submissions.replay(tokens.owner(), key)) is not None:
-        return answers.accepted(first)
+        return answers.accepted(first, history.name)
     members = dict(given)
     callback_url = door.callback_url(members)
     try:
@@ -35,14 +36,22 @@ def submit() -> Response:
     except ValidationError as error:
         raise door.flaws(error) from None
     return answers.accepted(submissions.submit_note(
-        tokens.owner(), new.text, kinds.registry()["history"], callback_url, key, clock.now()))
+        tokens.owner(), new.text, history, callback_url, key, clock.now(), request.script_root), history.name)
+
+
+@blueprint.get("/notes")
+def index() -> Response:
+    """The owner's notes, newest first."""
+    asked = queries.read(queries.NotesQuery)
+    with db.reading() as view:
+        found = pages.notes_of(view, tokens.owner(), asked.limit, asked.cursor)
+    return answers.page("notes", [_document(note) for note in found.notes], found.cursor)
 
 
 @blueprint.get("/notes/<note_id>")
 def show(note_id: str) -> Response:
     """The note."""
-    note = _find(note_id)
-    return answers.of_json({"id": note.id, "text": note.text, "created_at": isoformat(note.created_at)})
+    return answers.of_json(_document(_find(note_id)))
 
 
 @blueprint.get("/notes/<note_id>/events")
@@ -53,6 +62,10 @@ def events(note_id: str) -> Response:
         found = notes.events(view, note.id)
     return answers.of_json({"events": [
         {"kind": event.kind, "job_id": event.job_id, "at": isoformat(event.at)} for event in found]})
+
+
+def _document(note: Note) -> dict[str, Any]:
+    return {"id": note.id, "text": note.text, "created_at": isoformat(note.created_at)}
 
 
 def _find(text: str) -> Note:

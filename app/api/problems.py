@@ -19,6 +19,7 @@ log = logging.getLogger("uketsuke.api")
 blueprint = Blueprint("problems", __name__)
 
 RETRY_AFTER_SECONDS = 2
+BACKLOG_RETRY_AFTER_SECONDS = 30
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,9 @@ TABLE: dict[str, Entry] = {
     "not-found": Entry(404, "There is no such thing", "The address is wrong, the thing never existed, it belongs to "
                        "somebody else, or it expired so long ago that it is forgotten."),
     "method-not-allowed": Entry(405, "The method is not allowed here", "See the Allow header."),
+    "finished": Entry(409, "The job has ended", "What has succeeded or failed cannot be cancelled any more."),
+    "unfinished": Entry(409, "The job has not ended", "Its end can be told again once there is one: see its status."),
+    "no-callback": Entry(409, "The job has no callback", "It was submitted without a callback_url: poll it."),
     "expired": Entry(410, "The job has expired", "It finished, and its result was kept for its time to live. Submit it "
                      "again if the result is still needed."),
     "too-large": Entry(413, "The body is too large", "At most 1 MiB."),
@@ -48,9 +52,12 @@ TABLE: dict[str, Entry] = {
                            "the body and what is wrong there."),
     "key-reused": Entry(422, "The Idempotency-Key stands for another request", "A key belongs to one request. The "
                         "original's address is in the problem's location."),
+    "rate-limited": Entry(429, "Too many requests", "Repeat the request after Retry-After seconds."),
     "internal": Entry(500, "Something went wrong here", "With an Idempotency-Key the request can be repeated safely."),
     "unavailable": Entry(503, "The database is not available", "Repeat the request after Retry-After seconds; with an "
                          "Idempotency-Key that is safe even when its answer was lost."),
+    "backlog-full": Entry(503, "There is too much work already", "Nothing was kept. Repeat the request after "
+                          "Retry-After seconds, with the same Idempotency-Key if it had one."),
 }
 _BY_STATUS = {400: "bad-request", 404: "not-found", 405: "method-not-allowed", 413: "too-large", 415: "not-json"}
 
@@ -101,7 +108,16 @@ def as_problem(error: errors.UketsukeError) -> Problem:
             flaws = [{"pointer": flaw.pointer, "detail": flaw.detail} for flaw in error.flaws]
             return Problem("invalid-input", str(error), {"errors": flaws})
         case errors.KeyReused():
-            return Problem("key-reused", str(error), {"location": error.location})
+            location = request.script_root + error.location
+            return Problem("key-reused", str(error), {"location": location}, {"Location": location})
+        case errors.Finished():
+            return Problem("finished", str(error))
+        case errors.Unfinished():
+            return Problem("unfinished", str(error))
+        case errors.NoCallback():
+            return Problem("no-callback", str(error))
+        case errors.BacklogFull():
+            return Problem("backlog-full", str(error), headers={"Retry-After": str(BACKLOG_RETRY_AFTER_SECONDS)})
         case errors.NotFound():
             return Problem("not-found", str(error))
         case errors.Expired():

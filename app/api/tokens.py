@@ -32,12 +32,17 @@ def _refuse() -> None:
     raise Problem("unauthorized", "a bearer token is needed", headers={"WWW-Authenticate": _auth.authenticate_header()})
 
 
+def is_open(endpoint: str | None) -> bool:
+    """Whether everybody may ask it, with a token or without."""
+    return (endpoint or "").startswith(_OPEN_ENDPOINTS)
+
+
 def require() -> Any:
     """Before each request: finds the owner, or raises the problem `unauthorized`."""
     if not settings().api_tokens:
         g.owner = EVERYBODY
         return None
-    if (request.endpoint or "").startswith(_OPEN_ENDPOINTS):
+    if is_open(request.endpoint):
         return None
     g.owner = _auth.login_required(lambda: _auth.current_user())()
     return None

@@ -1,0 +1,40 @@
+"""How often an owner may ask (RATE_LIMIT), counted in Redis for all processes. Without Redis nobody is refused."""
+from __future__ import annotations
+
+import functools
+import math
+import time
+
+from flask import g, request
+from limits import RateLimitItem, parse_many
+from limits.storage import RedisStorage
+from limits.strategies import SlidingWindowCounterRateLimiter
+from redis import ConnectionPool
+
+from app import config, status
+from app.api.problems import Problem
+from app.api.tokens import is_open
+
+
+@functools.lru_cache(maxsize=2)
+def _limiter(connections: ConnectionPool) -> SlidingWindowCounterRateLimiter:
+    return SlidingWindowCounterRateLimiter(RedisStorage(config.redis_url(), connections))
+
+
+@functools.lru_cache(maxsize=2)
+def _limits(text: str) -> list[RateLimitItem]:
+    return parse_many(text)
+
+
+def require() -> None:
+    """Before each request, after its owner is known. Raises the problem `rate-limited`, with when to come back."""
+    limits = config.settings().rate_limit
+    if limits is None or is_open(request.endpoint) or status.away():
+        return
+    with status.best_effort("rate limit"):
+        limiter = _limiter(status.client().connection_pool)
+        for limit in _limits(limits):
+            if not limiter.hit(limit, g.owner):
+                again_at = limiter.get_window_stats(limit, g.owner).reset_time
+                seconds = max(1, math.ceil(again_at - time.time()))
+                raise Problem("rate-limited", f"more than {limit}", headers={"Retry-After": str(seconds)})
