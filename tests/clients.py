@@ -1,8 +1,9 @@
-"""Clients of a storm: each submits with an idempotency key, repeats after errors, polls, and complains of promises that
-are broken to it."""
+"""Clients of a storm: each submits with an idempotency key, repeats after errors, polls, cancels, and complains of
+promises that are broken to it."""
 from __future__ import annotations
 
 import collections
+import contextlib
 import http.server
 import json
 import random
@@ -18,6 +19,7 @@ from tests import receiver
 
 FINAL = ("succeeded", "failed")
 _PATIENCE = 60  # unfinished jobs of one client, before it waits for its oldest: a slow machine is not flooded
+_CANCELLED = 0.05  # of all submissions, sooner or later
 _PAUSE_SECONDS = 0.25  # between two submissions of one client: below what two workers of two processes can do
 
 
@@ -46,6 +48,7 @@ class Clients:
         self.slowest = 0.0  # 202, in seconds
         self.complaints: list[str] = []
         self.finals: dict[str, str] = {}  # job id: the final status that was seen
+        self.cancelled: dict[str, bool] = {}  # job id: whether it was said that it will be
         self._over = threading.Event()
         self._lock = threading.Lock()
         self._threads = [threading.Thread(target=self._talk, args=(client,)) for client in range(number)]
@@ -84,6 +87,8 @@ class Clients:
                 if not job_id:
                     return  # the storm is over, and it was never accepted
                 self._watch(session, job_id, chance.choice([0, 1, 4]))
+                if chance.random() < _CANCELLED:
+                    self._cancel(session, job_id)
                 if self.finals:
                     self._watch(session, chance.choice(list(self.finals)), 1)
                 unfinished.append(job_id)
@@ -119,7 +124,7 @@ class Clients:
         began = time.monotonic()
         try:
             answer = session.post(self.api + path, json=body, headers={"Idempotency-Key": key}, timeout=40)
-        except (requests.ConnectionError, requests.Timeout):
+        except requests.RequestException:
             return None
         if answer.status_code == 202:
             self.slowest = max(self.slowest, time.monotonic() - began)
@@ -128,13 +133,22 @@ class Clients:
             self.complaints.append(f"{key}: {answer.status_code} {answer.text[:200]}")
         return None
 
+    def _cancel(self, session: requests.Session, job_id: str) -> None:
+        """Asks once: without an answer it may be cancelled or not."""
+        self.cancelled[job_id] = False
+        with contextlib.suppress(requests.RequestException):
+            answer = session.post(f"{self.api}/jobs/{job_id}/cancel", timeout=40)
+            self.cancelled[job_id] = answer.status_code == 200
+            if answer.status_code not in (200, 409, 503):
+                self.complaints.append(f"{job_id}: {answer.status_code} {answer.text[:200]}")
+
     def _watch(self, session: requests.Session, job_id: str, polls: int) -> bool:
         """Polls some times; returns whether the job has ended."""
         seen: list[str] = []
         for _ in range(polls):
             try:
                 answer = session.get(f"{self.api}/jobs/{job_id}", timeout=40)
-            except (requests.ConnectionError, requests.Timeout):
+            except requests.RequestException:
                 continue
             if answer.status_code == 503:
                 continue

@@ -119,7 +119,7 @@ def count(told: Clients, hooks: dict[str, Counter[str]], trace: Path) -> tuple[d
     acknowledged = told.acknowledged
     with db.reading() as view:
         jobs = {row.id: row for row in view.execute(text(
-            "SELECT id, status, attempt, callback_url, note_id, created_at, finished_at FROM jobs"))}
+            "SELECT id, status, error_code, attempt, callback_url, note_id, created_at, finished_at FROM jobs"))}
         events = Counter(view.execute(text("SELECT job_id FROM history_events")).scalars())
         deliveries = Counter(view.execute(text("SELECT job_id FROM deliveries")).scalars())
         delivered = set(view.execute(text("SELECT job_id FROM deliveries WHERE state = 'delivered'")).scalars())
@@ -134,18 +134,23 @@ def count(told: Clients, hooks: dict[str, Counter[str]], trace: Path) -> tuple[d
         "attempts beyond the final one": [
             run for run in runs if (one := run.split())[0] not in jobs or int(one[1]) > jobs[one[0]].attempt],
         "attempts begun before the last had ended": overlapping(),
-        "notes without exactly one event": [job_id for job_id in notes if events[job_id] != 1],
+        "notes without exactly one event": [
+            job_id for job_id in notes if events[job_id] != (jobs[job_id].status == "succeeded")],
         "jobs without exactly one delivery": [job_id for job_id in called if deliveries[job_id] != 1],
         "deliveries that never arrived": sorted(called - delivered) + sorted(called - set(hooks)),
         "jobs called back under two ids": [job_id for job_id, ids in hooks.items() if len(ids) > 1],
         "submissions that made two jobs": ["-"] * abs(len(jobs) - keys),
-        "jobs that failed": [job_id for job_id, job in jobs.items() if job.status == "failed"],
+        "jobs that failed": [job_id for job_id, job in jobs.items() if job.status == "failed" and not (
+            job.error_code == "cancelled" and job_id in told.cancelled)],
+        "cancelled, and went on": [job_id for job_id, said in told.cancelled.items() if said and (
+            job_id not in jobs or jobs[job_id].error_code != "cancelled")],
         "said by clients": told.complaints,
     }
     stalls = [(_moment(job.finished_at) - _moment(job.created_at)) for job in jobs.values() if job.finished_at]
     row: dict[str, object] = {
         "submitted": told.submitted, "acknowledged": len(acknowledged), "finished": len(jobs) - len(
-            [job for job in jobs.values() if job.finished_at is None]), "lost": len(lost),
+            [job for job in jobs.values() if job.finished_at is None]), "cancelled": sum(
+            job.error_code == "cancelled" for job in jobs.values()), "lost": len(lost),
         "attempts": sum(job.attempt for job in jobs.values()),
         "run twice": len(twice["attempts run twice"]) + len(twice["attempts begun before the last had ended"]),
         "history events / notes": f"{sum(events.values())} / {len(notes)}",
@@ -161,13 +166,14 @@ def count(told: Clients, hooks: dict[str, Counter[str]], trace: Path) -> tuple[d
 
 def overlapping() -> list[str]:
     """Jobs of which an attempt began while another was running. Each change that a client sees counts in `version`: a
-    start and an end for each attempt, and each recorded try of a callback. A start without an end before it is one too
-    few."""
+    start and an end for each attempt, the end of a job that was cancelled while it waited, and each recorded try of a
+    callback. A start without an end before it is one too few."""
     with db.reading() as view:
-        return list(view.execute(text(
-            "SELECT id FROM jobs WHERE status IN ('succeeded', 'failed') AND version <> 2 * attempt + ("
-            "SELECT count(*) FROM delivery_attempts JOIN deliveries ON deliveries.id = delivery_id "
-            "WHERE job_id = jobs.id)")).scalars())
+        return [row.id for row in view.execute(text(
+            "SELECT id, error_code, version - 2 * attempt - (SELECT count(*) FROM delivery_attempts "
+            "JOIN deliveries ON deliveries.id = delivery_id WHERE job_id = jobs.id) AS more "
+            "FROM jobs WHERE status IN ('succeeded', 'failed')"))
+            if row.more not in ((0, 1) if row.error_code == "cancelled" else (0,))]
 
 
 def _moment(value: object) -> float:
