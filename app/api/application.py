@@ -11,7 +11,7 @@ from flask import Flask, Response, g, request
 from werkzeug.middleware.proxy_fix import ProxyFix
 
 from app import kinds
-from app.api import health, jobs, notes, problems, rates, tokens
+from app.api import docs, health, jobs, notes, openapi, problems, rates, tokens
 from app.config import settings
 
 _PREFIX = re.compile(r"(/[A-Za-z0-9._~-]+)*")
@@ -36,7 +36,8 @@ def create_app() -> Flask:
     app.before_request(rates.require)
     app.extensions["uketsuke_waiters"] = threading.BoundedSemaphore(settings().web_waiters)
     app.after_request(_finish_response)
-    for blueprint in (jobs.blueprint, notes.blueprint, health.blueprint, problems.blueprint):
+    for blueprint in (jobs.blueprint, notes.blueprint, health.blueprint, problems.blueprint, openapi.blueprint,
+                      docs.blueprint):
         app.register_blueprint(blueprint)
     problems.handle_all(app)
     return app

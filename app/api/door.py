@@ -99,11 +99,12 @@ def _whole(text: str) -> int:
     return int(text)
 
 
-def _finite(text: str) -> float:
+def _finite(text: str) -> float | int:
     number = float(text)
     if number in (float("inf"), float("-inf")):
         raise ValueError("a number is too large")
-    return number
+    # JSON has one sort of number (RFC 8785 3.2.2.3): 5.0 is 5, and an integer where one is asked for.
+    return int(number) if number.is_integer() and abs(number) <= 2**53 else number
 
 
 def _refuse_texts(value: Any) -> None:

@@ -14,13 +14,13 @@ from app.kinds import Kind
 
 blueprint = Blueprint("jobs", __name__)
 
-_DEFAULT_KIND = "primes"
+DEFAULT_KIND = "primes"
 
 
 @blueprint.post("/jobs")
 def submit() -> Response:
     """Accepts a job: 202 once it is committed."""
-    given = {"kind": _DEFAULT_KIND, **door.read_object()}
+    given = {"kind": DEFAULT_KIND, **door.read_object()}
     key = door.key_of(given)
     if (first := submissions.replay(tokens.owner(), key)) is not None:
         return answers.accepted(first, str(given["kind"]))

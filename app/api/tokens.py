@@ -9,7 +9,7 @@ from flask_httpauth import HTTPTokenAuth
 
 from app.config import EVERYBODY, settings
 
-_OPEN_ENDPOINTS = ("health.", "problems.")
+_OPEN_ENDPOINTS = ("health.", "problems.", "openapi.", "docs.")
 
 _auth = HTTPTokenAuth(scheme="Bearer", realm="uketsuke")
 
