@@ -16,8 +16,8 @@ import redis
 from flask.testing import FlaskClient
 
 from app import config, db, endpoints, kinds, outlook, stack, status
+from tests import promised, servers
 from tests import receiver as receivers
-from tests import servers
 from tests.processes import Site
 
 PROCESS_SETTINGS = ("DATABASE_URL", "REDIS_URL", "BROKER_URL", "API_TOKENS", "JOB_MODULES", "HOST", "PORT")
@@ -141,10 +141,10 @@ def world(
 
 @pytest.fixture
 def api(world: World) -> FlaskClient:
-    """A client of the application, without a server in between."""
+    """A client of the application, without a server in between; each answer is held to the OpenAPI document."""
     from app.api import create_app
 
-    return create_app().test_client()
+    return promised.client(create_app())
 
 
 @pytest.fixture

@@ -32,17 +32,15 @@ def of_jobs(public: Iterable[Kind], default: str) -> tuple[RequestBody, Schemas]
     components: Schemas = {}
     for kind in public:
         components |= _variant(kind, default)
-    variants = [name for name in components if name.count("/") == 0]
-    body = _body(variants, {
+    body = _body([name for name in components if name.startswith("NewJob.")], {
         "five": {"n": 5}, "named": {"kind": default, "n": 1_000_000}})
-    return body, {name.replace("/", "."): schema for name, schema in components.items()}
+    return body, components
 
 
 def of_notes(model: type[BaseModel]) -> tuple[RequestBody, Schemas]:
     """The body of POST /notes, and the schemas that it refers to."""
     components = _named("NewNote", model, {"callback_url": CALLBACK_URL}, [])
-    body = _body(["NewNote"], {"note": {"text": "Water the tomatoes."}})
-    return body, {name.replace("/", "."): schema for name, schema in components.items()}
+    return _body(["NewNote"], {"note": {"text": "Water the tomatoes."}}), components
 
 
 def _body(names: list[str], examples: Mapping[str, Any]) -> RequestBody:
@@ -62,20 +60,21 @@ def _variant(kind: Kind, default: str) -> Schemas:
 
 
 def _named(name: str, model: type[BaseModel], more: Mapping[str, Any], required: list[str]) -> Schemas:
-    """The model's schema with further members, and its definitions as `name/definition`, all as strict as the door."""
+    """The model's schema with further members, and those that it refers to, all as strict as the door."""
+    prefix = f"Part.{name}."
     try:
-        schema = model.model_json_schema(ref_template=f"#/components/schemas/{name}.{{model}}")
+        schema = model.model_json_schema(ref_template=f"#/components/schemas/{prefix}{{model}}")
     except PydanticInvalidForJsonSchema:  # it validates what no schema can describe
         schema = {"type": "object", "description": model.__doc__ or "", "properties": {}, "additionalProperties": True}
     definitions = schema.pop("$defs", {})
     if "$ref" in schema:  # a model that holds itself
-        schema = dict(definitions[schema["$ref"].removeprefix(f"#/components/schemas/{name}.")])
+        schema = dict(definitions[schema["$ref"].removeprefix(f"#/components/schemas/{prefix}")])
     strict = _as_the_door(schema)
     if schema.get("additionalProperties") is True and not schema["properties"]:
         strict["additionalProperties"] = True
     strict["properties"] = {**more, **strict.get("properties", {})}
     strict["required"] = [*required, *strict.get("required", [])]
-    return {name: strict, **{f"{name}/{key}": _as_the_door(value) for key, value in definitions.items()}}
+    return {name: strict, **{f"{prefix}{key}": _as_the_door(value) for key, value in definitions.items()}}
 
 
 def _as_the_door(schema: Any) -> Any:
