@@ -162,6 +162,8 @@ def test_a_token_is_asked_for_where_one_is_needed(world: World) -> None:
     for path in ("/openapi.json", "/docs", "/docs/start.js"):
         assert client.get(path).status_code == 200
     assert client.get("/docs/nothing").status_code == 404
+    for path, status in (("/docs", 405), ("/health", 405), ("/jobs", 401), ("/jobs/x", 401), ("/nowhere", 401)):
+        assert client.delete(path).status_code == status
 
 
 # --- what POST takes ---

@@ -5,7 +5,7 @@ import functools
 import math
 import time
 
-from flask import g, request
+from flask import g
 from limits import RateLimitItem, parse_many
 from limits.storage import RedisStorage
 from limits.strategies import SlidingWindowCounterRateLimiter
@@ -29,7 +29,7 @@ def _limits(text: str) -> list[RateLimitItem]:
 def require() -> None:
     """Before each request, after its owner is known. Raises the problem `rate-limited`, with when to come back."""
     limits = config.settings().rate_limit
-    if limits is None or is_open(request.endpoint) or status.away():
+    if limits is None or is_open() or status.away():
         return
     with status.best_effort("rate limit"):
         limiter = _limiter(status.client().connection_pool)

@@ -4,8 +4,9 @@ from __future__ import annotations
 import hmac
 from typing import Any
 
-from flask import g, request
+from flask import current_app, g, request
 from flask_httpauth import HTTPTokenAuth
+from werkzeug.exceptions import MethodNotAllowed
 
 from app.config import EVERYBODY, settings
 
@@ -32,9 +33,18 @@ def _refuse() -> None:
     raise Problem("unauthorized", "a bearer token is needed", headers={"WWW-Authenticate": _auth.authenticate_header()})
 
 
-def is_open(endpoint: str | None) -> bool:
-    """Whether everybody may ask it, with a token or without."""
-    return (endpoint or "").startswith(_OPEN_ENDPOINTS)
+def is_open() -> bool:
+    """Whether everybody may ask for this request's route, with a token or without."""
+    return _endpoint().startswith(_OPEN_ENDPOINTS)
+
+
+def _endpoint() -> str:
+    """The route that was asked for, by a method that it does not take too: an open one needs no token to say so."""
+    wrong = request.routing_exception
+    if isinstance(wrong, MethodNotAllowed) and wrong.valid_methods and (
+            routes := current_app.create_url_adapter(request)) is not None:
+        return str(routes.match(method=next(iter(wrong.valid_methods)))[0])
+    return request.endpoint or ""
 
 
 def require() -> Any:
@@ -42,7 +52,7 @@ def require() -> Any:
     if not settings().api_tokens:
         g.owner = EVERYBODY
         return None
-    if is_open(request.endpoint):
+    if is_open():
         return None
     g.owner = _auth.login_required(lambda: _auth.current_user())()
     return None
