@@ -152,7 +152,7 @@ def test_it_is_the_same_whatever_host_is_asked_for(api: FlaskClient, world: Worl
 @one_database
 def test_a_token_is_asked_for_where_one_is_needed(world: World) -> None:
     open_document = openapi.document()
-    world.set(API_TOKENS="ada:secret")
+    world.set(API_TOKENS="ada:secret", RATE_LIMIT="1000/minute")
     client = create_app().test_client()
     for name, operation in promised.operations(client.get("/openapi.json").json):
         open_to_all = name.split()[1].startswith(("/health", "/openapi.json", "/docs", "/problems"))

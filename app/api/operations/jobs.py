@@ -7,7 +7,7 @@ from typing import Any
 from openapi_pydantic.v3.v3_1 import PathItem, RequestBody
 
 from app.api import models, queries
-from app.api.operations.parts import answer, link, nothing, of_status, operation, parameter, query
+from app.api.operations.parts import answer, link, nothing, operation, parameter, query
 
 _PATH = f"/jobs/{models.JOB_ID}"
 _BORN = {"job_id": models.JOB_ID, "kind": "primes", "attempt": 1, "created_at": "2026-11-29T18:40:00.123Z"}
@@ -17,7 +17,7 @@ QUEUED = {**_BORN, "status": "queued", "attempt": 0}
 RUNNING = {**_BEGUN, "status": "running", "progress": {"done": 3, "total": 10}}
 SUCCEEDED = {**_ENDED, "status": "succeeded", "result": {"n": 5, "count": 3}}
 FAILED = {**_ENDED, "status": "failed", "error": {"code": "timeout", "message": "took longer than 300 s"}}
-CANCELLED = {**FAILED, "error": {"code": "cancelled", "message": "cancelled by its owner"}}
+CANCELLED = {**FAILED, "error": {"code": "cancelled", "message": "cancelled on request"}}
 _CALLBACK = {"status": "pending", "attempts": 1, "next_attempt_at": "2026-11-29T18:45:02.345Z", "last_response": 503}
 _ATTEMPT = {
     "webhook_id": f"msg_{models.JOB_ID}", "attempt": 1, "at": "2026-11-29T18:40:02.456Z", "response_code": 503,
@@ -36,7 +36,8 @@ _STATE = [
               "most; RFC 7240).", {"type": "string"}, "wait=10"),
 ]
 _STATE_HEADERS = ("ETag", "Vary", "Retry-After?", "Sunset", "Preference-Applied")
-SUBMISSION = ("malformed-json", "bad-idempotency-key", "too-large", "not-json", "invalid-input", "key-reused")
+SUBMISSION = (
+    "malformed-json", "bad-idempotency-key", "too-large", "not-json", "invalid-input", "key-reused", "backlog-full")
 ACCEPTED_HEADERS = ("Location", "Retry-After", "Idempotent-Replayed")
 _UNREADABLE = ("not-found", "expired")
 
@@ -58,7 +59,7 @@ def paths(body: RequestBody, closed: bool) -> dict[str, PathItem]:
                 parameters=query(queries.JobsQuery), answers={200: answer(
                     "A page.", models.JobList, "Link", page={"jobs": [QUEUED, SUCCEEDED]})}),
             post=described(
-                "submitJob", summary="Submit a job", refusals=[*SUBMISSION, *of_status(503)], instance="/jobs",
+                "submitJob", summary="Submit a job", refusals=SUBMISSION, instance="/jobs",
                 body=body, parameters=[IDEMPOTENCY_KEY],
                 description="It is kept in one transaction before the answer is given, and will reach a final status.",
                 answers={202: answer(
@@ -68,7 +69,7 @@ def paths(body: RequestBody, closed: bool) -> dict[str, PathItem]:
         "/jobs/{job_id}/cancel": PathItem(parameters=[JOB_ID], post=described(
             "cancelJob", summary="Cancel a job", refusals=[*_UNREADABLE, "finished"], instance=f"{_PATH}/cancel",
             description="A queued one fails at once; a running one is asked to stop, and then stopped. Repeatable.",
-            answers={200: answer("The job as it is now.", models.Job, "Retry-After?", "Sunset",
+            answers={200: answer("The job as it is now.", models.Job, "Retry-After?",
                                  cancelled=CANCELLED, running=RUNNING)})),
         "/jobs/{job_id}/deliveries": PathItem(parameters=[JOB_ID], get=described(
             "listDeliveries", summary="Every try to tell the job's end", refusals=_UNREADABLE,

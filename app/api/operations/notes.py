@@ -7,7 +7,7 @@ from openapi_pydantic.v3.v3_1 import PathItem, RequestBody
 
 from app.api import models, queries
 from app.api.operations.jobs import ACCEPTED_HEADERS, IDEMPOTENCY_KEY, SUBMISSION, job_links
-from app.api.operations.parts import answer, link, of_status, operation, parameter, query
+from app.api.operations.parts import answer, link, operation, parameter, query
 
 _TEXT = "Water the tomatoes."
 _NOTE = {"id": 1, "text": _TEXT, "created_at": "2026-11-29T18:40:00.123Z"}
@@ -26,7 +26,7 @@ def paths(body: RequestBody, closed: bool) -> dict[str, PathItem]:
                 parameters=query(queries.NotesQuery),
                 answers={200: answer("A page.", models.NoteList, "Link", page={"notes": [_NOTE]})}),
             post=described(
-                "submitNote", summary="Leave a note", refusals=[*SUBMISSION, *of_status(503)], instance="/notes",
+                "submitNote", summary="Leave a note", refusals=SUBMISSION, instance="/notes",
                 body=body, parameters=[IDEMPOTENCY_KEY],
                 description="The note and the job that writes its history are kept in one transaction.",
                 answers={202: answer(

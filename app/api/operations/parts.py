@@ -31,6 +31,7 @@ HEADERS: dict[str, Header] = {
     "X-Content-Type-Options": _header("The content type is meant.", {"const": "nosniff"}, True),
     "Location": _header("Where the job is polled.", _PATH, True),
     "Retry-After": _header("After how many seconds to ask again.", _SECONDS, True),
+    "Retry-After!": _header("After how many seconds to repeat the request.", {"type": "integer", "minimum": 1}, True),
     "WWW-Authenticate": _header("Which scheme is asked for.", {"type": "string", "pattern": "^Bearer "}, True),
     "ETag": _header("A strong tag of this state.", {"type": "string", "pattern": '^"[^"]+"$'}, True),
     "Vary": _header("Which request headers the answer hangs on.", {"type": "string"}, True),
@@ -49,8 +50,8 @@ _ALWAYS = ("X-Request-Id", "Cache-Control", "X-Content-Type-Options")
 
 
 def component(name: str) -> str:
-    """The header's key among the components; `?` marks a variant that may be missing."""
-    return name.replace("?", ".sometimes")
+    """The header's key among the components; `?` marks a variant that may be missing, `!` that of a refusal."""
+    return name.replace("?", ".sometimes").replace("!", ".refused")
 
 
 def reference(sort: str, name: str) -> Reference:
@@ -59,7 +60,7 @@ def reference(sort: str, name: str) -> Reference:
 
 
 def _headers(names: Iterable[str]) -> dict[str, Header | Reference]:
-    return {name.rstrip("?"): reference("headers", component(name)) for name in (*_ALWAYS, *names)}
+    return {name.rstrip("?!"): reference("headers", component(name)) for name in (*_ALWAYS, *names)}
 
 
 def answer(
@@ -86,7 +87,7 @@ def link(operation_id: str, **parameters: str) -> Link:
 
 # --- refusals ---
 
-_HEADERS_OF_STATUS = {401: ["WWW-Authenticate"], 429: ["Retry-After"], 503: ["Retry-After"]}
+_HEADERS_OF_STATUS = {401: ["WWW-Authenticate"], 429: ["Retry-After!"], 503: ["Retry-After!"]}
 _MEMBERS: dict[str, dict[str, Any]] = {
     "invalid-input": {"errors": [{"pointer": "#/n", "detail": "Input should be less than or equal to 1000000000"}]},
     "key-reused": {"location": f"/jobs/{models.JOB_ID}"},
@@ -94,11 +95,6 @@ _MEMBERS: dict[str, dict[str, Any]] = {
         "job_id": models.JOB_ID, "kind": "primes", "job_status": "succeeded",
         "finished_at": "2026-11-29T18:40:02.345Z", "expired_at": "2026-11-30T18:40:02.345Z"},
 }
-
-
-def of_status(status: int) -> list[str]:
-    """The TABLE's problems of one status."""
-    return [name for name, entry in TABLE.items() if entry.status == status]
 
 
 def _refusals(names: Iterable[str], instance: str, with_body: bool) -> dict[str, Response]:
@@ -132,7 +128,7 @@ def operation(
 ) -> Operation:
     """One operation. One that is not open needs a token, if the service has any (`closed`), and counts against its
     owner's rate."""
-    names = [*refusals, *([] if open else ["unauthorized", *of_status(429), "unavailable"]), "internal"]
+    names = [*refusals, *([] if open else ["unauthorized", "rate-limited", "unavailable"]), "internal"]
     asked: list[dict[str, list[str]]] = [] if open else [{SECURITY: []}] if closed else [{}, {SECURITY: []}]
     return Operation(
         operationId=operation_id, tags=[tag], summary=summary, description=description,
