@@ -13,7 +13,7 @@ import pytest
 from tests import promised
 from tests.processes import ROOT, Site
 
-SEED, EXAMPLES = 20261130, 30
+SEED, EXAMPLES, STORIES = 20261130, 30, 100
 TOKENS = {"sqlite": "", "postgresql": "ada:secret"}  # so that both an open and a closed service are asked
 CALLBACK = "http://127.0.0.1:9/hook"  # nobody listens there
 
@@ -30,6 +30,9 @@ database = "none"
 
 [warnings]
 fail-on = true
+
+[phases.stateful.generation]
+max-examples = {stories}
 
 [cache]
 enabled = false
@@ -60,7 +63,7 @@ def test_no_request_is_answered_otherwise_than_described(desk: Site, tmp_path: P
     token = desk.env["API_TOKENS"].partition(":")[2]
     config = tmp_path / "schemathesis.toml"
     config.write_text(CONFIG.format(
-        url=desk.api, seed=SEED, examples=EXAMPLES,
+        url=desk.api, seed=SEED, examples=EXAMPLES, stories=STORIES,
         token=f'[auth.openapi.bearer]\nbearer = "{token}"\n' if token else ""))
     ran = subprocess.run(
         [sys.executable, "-m", "schemathesis.cli", "--config-file", str(config), "run", str(document), "--no-color",

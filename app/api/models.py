@@ -7,15 +7,16 @@ from typing import Annotated, Any, Literal, TypeVar, Union
 from pydantic import BaseModel, ConfigDict, Field, RootModel
 from pydantic.json_schema import SkipJsonSchema
 
+from app import ids
+
 Some = TypeVar("Some")
 # Of a member that is left out when it has no meaning; it is never null.
 Maybe = Annotated[Union[Some, SkipJsonSchema[None]], Field(default=None)]
 
 JOB_ID = "01a2291c-4328-73fb-86ef-c5a9895026da"
-_UUID = "[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}"
 
 JobId = Annotated[str, Field(
-    pattern=f"^{_UUID}$", description="The job's id.", examples=[JOB_ID], json_schema_extra={"format": "uuid"})]
+    pattern=f"^{ids.PATTERN}$", description="The job's id.", examples=[JOB_ID], json_schema_extra={"format": "uuid"})]
 Moment = Annotated[str, Field(
     pattern=r"^[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}\.[0-9]{3}Z$",
     description="RFC 3339 in UTC, with milliseconds.", json_schema_extra={"format": "date-time"})]

@@ -36,7 +36,7 @@ class JobsQuery(Page):
     kind: str | None = Field(
         None, pattern=r"^[A-Za-z][A-Za-z0-9_.-]{0,63}$", description="only of this kind")
     cursor: Annotated[str | None, BeforeValidator(_cursor)] = Field(
-        None, description="from the Link of the page before")
+        None, description="from the Link of the page before", json_schema_extra={"pattern": f"^{ids.PATTERN}$"})
 
 
 class NotesQuery(Page):
