@@ -91,7 +91,7 @@ def check(app: Flask, answer: Any) -> None:
     try:
         rule, _ = app.url_map.bind_to_environ(asked.environ).match(return_rule=True)
     except (NotFound, MethodNotAllowed) as error:
-        assert status in (error.code, 401, 503), f"{status} where {error.code} is due"
+        assert status in (error.code, 401, 429, 503), f"{status} where {error.code} is due"
         return _check_stray(answer)
     if asked.method == "OPTIONS":
         return None

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import configparser
+import json
 import re
 import sys
 from pathlib import Path
@@ -19,7 +20,7 @@ from app import states
 from app.api import create_app, models, openapi, problems
 from tests import promised
 from tests.conftest import World, one_database
-from tests.running import a_kind
+from tests.running import a_kind, submit
 
 ROOT = Path(__file__).parent.parent
 
@@ -164,6 +165,37 @@ def test_a_token_is_asked_for_where_one_is_needed(world: World) -> None:
     assert client.get("/docs/nothing").status_code == 404
     for path, status in (("/docs", 405), ("/health", 405), ("/jobs", 401), ("/jobs/x", 401), ("/nowhere", 401)):
         assert client.delete(path).status_code == status
+
+
+# --- every answer of every test is held to it ---
+
+
+def _tampered(**changes: Any) -> Any:
+    def tamper(answer: Any) -> Any:
+        answer.status_code = changes.get("status", answer.status_code)
+        answer.headers.update(changes.get("headers", {}))
+        for name in changes.get("without", []):
+            del answer.headers[name]
+        if "members" in changes:
+            answer.set_data(json.dumps({**answer.json, **changes["members"]}))
+        return answer
+
+    return tamper
+
+
+@one_database
+@pytest.mark.parametrize("changes", [
+    {"status": 201}, {"headers": {"X-More": "1"}}, {"headers": {"Content-Type": "text/plain"}}, {"members": {"more": 1}},
+    {"headers": {"Retry-After": "soon"}}, {"headers": {"Retry-After": "61"}}, {"without": ["ETag"]},
+    {"members": {"status": "waiting"}}, {"members": {"status": "succeeded"}}, {"members": {"created_at": "today"}},
+    {"members": {"result": 1}}, {"without": ["Cache-Control"]},
+], ids=str)
+def test_an_answer_that_is_not_described_fails_its_test(api: FlaskClient, changes: dict[str, Any]) -> None:
+    job_id = submit(api, n=5)
+    api.get(f"/jobs/{job_id}")
+    api.application.after_request_funcs.setdefault(None, []).insert(0, _tampered(**changes))
+    with pytest.raises((AssertionError, jsonschema_rs.ValidationError)):
+        api.get(f"/jobs/{job_id}")
 
 
 # --- what POST takes ---
