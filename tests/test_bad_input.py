@@ -83,14 +83,18 @@ def test_the_longest_note_of_wide_characters_is_kept(api: FlaskClient) -> None:
 
 @one_database
 @pytest.mark.parametrize("content_type", [
-    None, "", "text/plain", "application/problem+json", "application/x-www-form-urlencoded", "multipart/form-data"])
+    None, "", "text/plain", "application/problem+json", "application/x-www-form-urlencoded", "multipart/form-data",
+    "text/json", "application/jsonp", "application/*", "*/*", "json", "application/json, text/plain"])
 def test_what_is_not_declared_as_json(api: FlaskClient, content_type: str | None) -> None:
     problem(api.post("/jobs", data=b'{"n": 5}', content_type=content_type), 415, "not-json")
 
 
 @one_database
-@pytest.mark.parametrize("content_type", ["application/json; charset=utf-8", "APPLICATION/JSON"])
+@pytest.mark.parametrize("content_type", [
+    "application/json; charset=utf-8", "APPLICATION/JSON", 'application/json;charset="UTF-8"', "application/json; v=1",
+    "application/json; charset=utf-16"])
 def test_json_may_be_declared_in_any_spelling(api: FlaskClient, content_type: str) -> None:
+    """JSON has no charset parameter: it is UTF-8 whatever one says (RFC 8259 8.1, 11)."""
     assert api.post("/jobs", data=b'{"n": 5}', content_type=content_type).status_code == 202
 
 
@@ -111,8 +115,10 @@ def test_a_body_that_ends_early_or_is_compressed(api: FlaskClient, world: World)
     answer = api.post("/jobs", input_stream=io.BytesIO(b'{"n": 5}'), content_type="application/json",
                       environ_overrides=told)
     problem(answer, 400, "malformed-json")
-    answer = api.post("/jobs", data=b'{"n": 5}', headers={"Content-Encoding": "gzip"}, content_type="application/json")
-    problem(answer, 415, "not-json")
+    for coding in ("gzip", "br", "identity, gzip", "nope"):
+        told = {"Content-Encoding": coding}
+        answer = api.post("/jobs", data=b'{"n": 5}', headers=told, content_type="application/json")
+        problem(answer, 415, "not-json")
     assert world.count("jobs") == 0
 
 

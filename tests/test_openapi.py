@@ -185,7 +185,8 @@ def _tampered(**changes: Any) -> Any:
 
 @one_database
 @pytest.mark.parametrize("changes", [
-    {"status": 201}, {"headers": {"X-More": "1"}}, {"headers": {"Content-Type": "text/plain"}}, {"members": {"more": 1}},
+    {"status": 201}, {"headers": {"X-More": "1"}}, {"headers": {"Content-Type": "text/plain"}},
+    {"members": {"more": 1}},
     {"headers": {"Retry-After": "soon"}}, {"headers": {"Retry-After": "61"}}, {"without": ["ETag"]},
     {"members": {"status": "waiting"}}, {"members": {"status": "succeeded"}}, {"members": {"created_at": "today"}},
     {"members": {"result": 1}}, {"without": ["Cache-Control"]},

@@ -5,11 +5,14 @@ import logging
 import sys
 
 from granian import Granian
-from granian.constants import Interfaces
+from granian.constants import HTTPModes, Interfaces
+from granian.http import HTTP1Settings
 from granian.log import LogLevels
 
 from app import config, db, kinds, logs, ports
 from app.errors import UketsukeError, WrongSetting
+
+_MAX_HEAD_BYTES = 64 * 1024  # request line and headers; beyond them 414 or 431
 
 log = logging.getLogger("uketsuke.api")
 
@@ -30,9 +33,10 @@ def main() -> int:
         log.warning("API_TOKENS is not set: the API is open to whoever reaches it")
     log.info("listening", extra={"address": ports.url(settings.host, settings.port)})
     Granian(
-        "app.api:create_app", factory=True, interface=Interfaces.WSGI, websockets=False,
+        "app.api:create_app", factory=True, interface=Interfaces.WSGI, http=HTTPModes.http1, websockets=False,
         address=settings.host, port=settings.port, workers=settings.web_workers,
-        blocking_threads=settings.web_threads + settings.web_waiters, backlog=1024, respawn_failed_workers=True,
+        blocking_threads=settings.web_threads + settings.web_waiters,
+        http1_settings=HTTP1Settings(max_buffer_size=_MAX_HEAD_BYTES), backlog=1024, respawn_failed_workers=True,
         workers_kill_timeout=10, log_dictconfig=logs.configuration("web"), log_level=LogLevels.error,
     ).serve()
     return 0

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import re
 import threading
 import uuid
@@ -11,10 +12,10 @@ from flask import Flask, Response, g, request
 from werkzeug.middleware.proxy_fix import ProxyFix
 
 from app import kinds
-from app.api import docs, health, jobs, notes, openapi, problems, rates, tokens
+from app.api import docs, door, health, jobs, notes, openapi, problems, rates, tokens
 from app.config import settings
 
-_PREFIX = re.compile(r"(/[A-Za-z0-9._~-]+)*")
+_PREFIX = re.compile(r"(/(?!\.{1,2}(?:/|$))[A-Za-z0-9._~-]+)*")
 
 log = logging.getLogger("uketsuke.api")
 
@@ -32,8 +33,10 @@ def create_app() -> Flask:
         app.wsgi_app = ProxyFix(  # type: ignore[method-assign]
             _without_odd_prefix(app.wsgi_app), x_for=proxies, x_proto=proxies, x_host=proxies, x_prefix=proxies)
     app.before_request(_name_request)
+    app.before_request(door.refuse_ambiguous)
     app.before_request(tokens.require)
     app.before_request(rates.require)
+    app.extensions["uketsuke_places"] = threading.BoundedSemaphore(math.ceil(settings().web_threads * 3 / 4))
     app.extensions["uketsuke_waiters"] = threading.BoundedSemaphore(settings().web_waiters)
     app.after_request(_finish_response)
     for blueprint in (jobs.blueprint, notes.blueprint, health.blueprint, problems.blueprint, openapi.blueprint,
@@ -48,8 +51,8 @@ def _without_odd_prefix(application: Any) -> Any:
     client sent."""
 
     def inner(environ: dict[str, Any], start_response: Any) -> Any:
-        if not _PREFIX.fullmatch(environ.get("SCRIPT_NAME", "")):
-            environ["SCRIPT_NAME"] = ""
+        prefix = environ.get("SCRIPT_NAME", "").removesuffix("/")
+        environ["SCRIPT_NAME"] = prefix if _PREFIX.fullmatch(prefix) else ""
         return application(environ, start_response)
 
     return inner

@@ -1,12 +1,15 @@
 """The door for JSON: what comes in is one strict object, or nothing."""
 from __future__ import annotations
 
+import contextlib
 import json
 import re
+import threading
+from collections.abc import Iterator
 from typing import Any
 from urllib.parse import quote
 
-from flask import request
+from flask import current_app, request
 from pydantic import ValidationError
 
 from app import endpoints, idempotency
@@ -16,12 +19,25 @@ from app.submissions import Key
 
 MAX_BODY_BYTES = 1024 * 1024
 MAX_DEPTH = 32
+_CLOSE = {"Connection": "close"}
 _READ_BYTES = 64 * 1024
+_PLACE_SECONDS = 0.25  # a body that is there is read in less than a millisecond
 _MAX_DIGITS = 1000
 # A text is passed over whole, an unended one too: linear in the length of whatever was sent.
 _BRACKETS = re.compile(r'"(?:[^"\\]++|\\.)*+"?|[\[\]{}]', re.DOTALL)
+_HOST = re.compile(r"[A-Za-z0-9._~!$&'()*+;=%:\[\]-]*")
 _BARE_KEY = re.compile(r"[\x20-\x7e]{1,255}")
 _QUOTED_KEY = re.compile(r'"((?:[\x20\x21\x23-\x5b\x5d-\x7e]|\\["\\])*)"')  # RFC 9651 3.3.3
+
+
+def refuse_ambiguous() -> None:
+    """Before each request: what two readers could understand in two ways is refused (RFC 9112 3.2, 6.1). Raises Problem
+    `bad-request`."""
+    if request.headers.get("Transfer-Encoding", "chunked").strip().lower() != "chunked":
+        raise Problem("bad-request", "Transfer-Encoding may be chunked, once, and nothing else", headers=_CLOSE)
+    host = request.environ.get("HTTP_HOST", "")
+    if not _HOST.fullmatch(host) or (not host and request.environ["SERVER_PROTOCOL"] == "HTTP/1.1"):
+        raise Problem("bad-request", "one Host header with a host in it is needed", headers=_CLOSE)
 
 
 def read_object() -> dict[str, Any]:
@@ -40,18 +56,32 @@ def read_object() -> dict[str, Any]:
 def _read() -> bytes:
     """The body, of at most MAX_BODY_BYTES whether its length was told or not (werkzeug's own limit would cut a chunked
     one silently)."""
-    too_large = Problem("too-large", f"the body has more than {MAX_BODY_BYTES} bytes", headers={"Connection": "close"})
+    too_large = Problem("too-large", f"the body has more than {MAX_BODY_BYTES} bytes", headers=_CLOSE)
     if (request.content_length or 0) > MAX_BODY_BYTES:
         raise too_large
     read, size = [], 0
-    while chunk := request.stream.read(min(_READ_BYTES, MAX_BODY_BYTES + 1 - size)):
-        read.append(chunk)
-        size += len(chunk)
-        if size > MAX_BODY_BYTES:
-            raise too_large
+    with _a_place():
+        while chunk := request.stream.read(min(_READ_BYTES, MAX_BODY_BYTES + 1 - size)):
+            read.append(chunk)
+            size += len(chunk)
+            if size > MAX_BODY_BYTES:
+                raise too_large
     if size < (request.content_length or 0):
         raise Problem("malformed-json", f"the body ended after {size} of {request.content_length} bytes")
     return b"".join(read)
+
+
+@contextlib.contextmanager
+def _a_place() -> Iterator[None]:
+    """A body that trickles in holds the thread that reads it: three in four of WEB_THREADS may, so that the others go
+    on answering whoever only asks. Raises Problem `busy`."""
+    places: threading.Semaphore = current_app.extensions["uketsuke_places"]
+    if not places.acquire(timeout=_PLACE_SECONDS):
+        raise Problem("busy", "too many bodies are on their way", headers=_CLOSE)
+    try:
+        yield
+    finally:
+        places.release()
 
 
 def _parse(body: bytes) -> Any:

@@ -54,6 +54,7 @@ TABLE: dict[str, Entry] = {
                         "original's address is in the problem's location."),
     "rate-limited": Entry(429, "Too many requests", "Repeat the request after Retry-After seconds."),
     "internal": Entry(500, "Something went wrong here", "With an Idempotency-Key the request can be repeated safely."),
+    "busy": Entry(503, "Too many bodies are on their way", "Repeat the request after Retry-After seconds."),
     "unavailable": Entry(503, "The database is not available", "Repeat the request after Retry-After seconds; with an "
                          "Idempotency-Key that is safe even when its answer was lost."),
     "backlog-full": Entry(503, "There is too much work already", "Nothing was kept. Repeat the request after "
