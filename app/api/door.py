@@ -192,10 +192,11 @@ def callback_url(members: dict[str, Any]) -> str | None:
 
 def flaws(error: ValidationError) -> InvalidInput:
     """What pydantic found, each with its place in the body."""
-    return InvalidInput([Flaw(_pointer(flaw["loc"]), flaw["msg"]) for flaw in error.errors(
+    return InvalidInput([Flaw(pointer(flaw["loc"]), flaw["msg"]) for flaw in error.errors(
         include_url=False, include_context=False, include_input=False)])
 
 
-def _pointer(place: tuple[int | str, ...]) -> str:
+def pointer(place: tuple[int | str, ...]) -> str:
+    """A place in a document, as a URI fragment (RFC 6901 6)."""
     escaped = (str(step).replace("~", "~0").replace("/", "~1") for step in place)
     return "#" + "".join("/" + quote(step, safe="!$&'()*+,;=:@?") for step in escaped)

@@ -8,6 +8,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from app import ids
 from app.api import door
+from app.api.problems import Problem
 from app.errors import Flaw, InvalidInput
 
 MAX_LIMIT = 100
@@ -46,11 +47,16 @@ class NotesQuery(Page):
 
 
 def read(query: type[Asked]) -> Asked:
-    """The request's query; an empty value is one that is not given. Raises InvalidInput."""
+    """The request's query; an empty value is one that is not given. Raises InvalidInput, and the
+    problem `bad-request` for bytes that are no text."""
+    try:
+        asked = list(request.args.lists())
+    except UnicodeDecodeError:
+        raise Problem("bad-request", "the query is not UTF-8") from None
     given = {}
-    for name, values in request.args.lists():
+    for name, values in asked:
         if len(values) > 1:
-            raise InvalidInput([Flaw(f"#/{name}", "is there twice")])
+            raise InvalidInput([Flaw(door.pointer((name,)), "is there twice")])
         if values[0]:
             given[name] = values[0]
     try:
