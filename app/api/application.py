@@ -29,6 +29,7 @@ def create_app() -> Flask:
     app.url_map.merge_slashes = False  # its redirect would be built from the Host header
     app.url_map.strict_slashes = False  # /jobs/ is /jobs, without a redirect that would lose a POST's body
     kinds.registry()
+    app.wsgi_app = _without_upgrade(app.wsgi_app)  # type: ignore[method-assign]
     if proxies := settings().trusted_proxies:
         app.wsgi_app = ProxyFix(  # type: ignore[method-assign]
             _without_odd_prefix(app.wsgi_app), x_for=proxies, x_proto=proxies, x_host=proxies, x_prefix=proxies)
@@ -44,6 +45,17 @@ def create_app() -> Flask:
         app.register_blueprint(blueprint)
     problems.handle_all(app)
     return app
+
+
+def _without_upgrade(application: Any) -> Any:
+    """Whoever would rather speak another protocol is answered in this one (RFC 9110 7.8). Routing would refuse a
+    WebSocket."""
+
+    def inner(environ: dict[str, Any], start_response: Any) -> Any:
+        environ.pop("HTTP_UPGRADE", None)
+        return application(environ, start_response)
+
+    return inner
 
 
 def _without_odd_prefix(application: Any) -> Any:
