@@ -183,3 +183,131 @@ def test_each_problem_has_a_page(api: FlaskClient, name: str) -> None:
     page = api.get(f"/problems/{name}")
     assert page.status_code == 200 and page.content_type.startswith("text/html")
     assert problems.TABLE[name].title in page.text
+
+
+# --- the door's edges, exactly ---
+
+
+def nested(depth: int, opening: str, closing: str) -> str:
+    """JSON that is so many levels deep, of these brackets in turn; a colon in an opening asks for nothing more."""
+    levels = [(opening.split()[at % len(opening.split())], closing.split()[at % len(closing.split())])
+              for at in range(depth)]
+    return "".join(opened for opened, _ in levels) + "1" + "".join(closed for _, closed in reversed(levels))
+
+
+def send(api: FlaskClient, body: str | bytes, path: str = "/jobs", **headers: str) -> Any:
+    named = {name.replace("_", "-"): value for name, value in headers.items()}
+    return api.post(path, data=body, headers={"Content-Type": "application/json", **named})
+
+
+@one_database
+@pytest.mark.parametrize("opening,closing", [("[", "]"), ('{"a":', "}"), ('{"a": [', "} ]"), ('[ {"a":', "] }")])
+def test_thirty_two_levels_are_read_and_thirty_three_are_not(api: FlaskClient, opening: str, closing: str) -> None:
+    assert problem(send(api, nested(32, opening, closing)), 422, "invalid-input")
+    assert "32 levels" in problem(send(api, nested(33, opening, closing)), 400, "malformed-json")["detail"]
+    assert "32 levels" in problem(send(api, nested(DEEP, opening, closing)), 400, "malformed-json")["detail"]
+    whole = '{"n": 5, "m": ' + nested(31, opening, closing) + "}"
+    assert problem(send(api, whole), 422, "invalid-input")["errors"][0]["pointer"] == "#/m"
+    problem(send(api, whole.replace("1", "[1]", 1)), 400, "malformed-json")
+
+
+@one_database
+def test_brackets_in_a_text_and_side_by_side_are_not_depth(api: FlaskClient) -> None:
+    assert send(api, '{"text": "' + "[{" * 4000 + '"}', "/notes").status_code == 202
+    assert send(api, '{"text": "\\"[\\\\"}', "/notes").status_code == 202
+    problem(send(api, '{"n": 5, "m": [' + ", ".join(["[[]]"] * 1000) + "]}"), 422, "invalid-input")
+
+
+PLACES = ('{"n": %s}', '{"n": 5, "m": %s}', '{"n": 5, "m": [%s]}', '{"n": 5, "m": {"a": %s}}', '{"n": 5, "kind": %s}',
+          '{"n": 5, "callback_url": %s}', "[%s]", "%s")
+
+
+@pytest.mark.parametrize("number,status", [
+    ("9" * 20, 422), ("-" + "9" * 20, 422), ("9" * 1000, 422), ("9" * 1001, 400), ("9" * 5000, 400),
+    ("-" + "9" * 5000, 400),
+    ("1e5000", 400), ("1e" + "9" * 5000, 400),
+    ("9" * 5000 + ".0", 400), ("1.7976931348623157e308", 422), ("1.8e308", 400), ("-1.8e308", 400), ("5e-1", 422),
+    ("-0", None)], ids=lambda value: str(value)[:12])
+def test_a_number_of_any_length_in_every_place(
+    api: FlaskClient, world: World, number: str, status: int | None,
+) -> None:
+    name = {400: "malformed-json", 422: "invalid-input"}
+    for place in PLACES[status is None:]:
+        problem(send(api, place % number), status or 422, name[status or 422])
+    assert world.count("jobs") == 0
+    if status is None:
+        assert send(api, PLACES[0] % number).status_code == 202
+
+
+@one_database
+@pytest.mark.parametrize("text", ["\\ud800", "\\udfff", "\\udc00\\ud800", "a\\ud83dz", "\\u0000", "a\\u0000b"])
+def test_half_a_surrogate_pair_or_a_nul_in_every_place(api: FlaskClient, world: World, text: str) -> None:
+    for body in ('{"n": 5, "kind": "%s"}', '{"n": 5, "%s": 1}', '{"n": 5, "m": {"%s": 1}}', '{"n": 5, "m": ["%s"]}',
+                 '{"n": 5, "callback_url": "http://h/%s"}', '["%s"]', '"%s"'):
+        problem(send(api, body % text), 400, "malformed-json")
+    problem(send(api, '{"text": "%s"}' % text, "/notes"), 400, "malformed-json")
+    assert world.count("jobs") == 0 and world.count("notes") == 0
+
+
+def test_every_other_character_is_kept_as_it_came(api: FlaskClient, world: World) -> None:
+    text = "\\u0001\\u001f\\u007f\\u2028\\ufeff\\uffff\\ud83d\\ude00\\\"\\\\é\u0301"
+    answer = send(api, '{"text": "%s"}' % text, "/notes")
+    assert answer.status_code == 202, answer.text
+    kept = "\x01\x1f\x7f\u2028\ufeff\uffff😀\"\\é\u0301"
+    assert answer.json["text"] == kept and api.get("/notes/1").json["text"] == kept
+
+
+@pytest.mark.parametrize("path,pointer", [
+    ("/jobs?kind=%00", "#/kind"), ("/jobs?cursor=%00", "#/cursor"), ("/jobs?status=queued%00", "#/status"),
+    ("/jobs?limit=1%00", "#/limit"), ("/notes?cursor=1%00", "#/cursor"), ("/notes?%00=1", "#/%00"),
+    ("/jobs?kind=primes%0A", "#/kind"), ("/jobs?kind=%FF", "#/kind"), ("/jobs?kind=%ED%A0%80", "#/kind"),
+    ("/notes?limit=" + "9" * 5000, "#/limit"), ("/notes?cursor=" + "9" * 20, "#/cursor"),
+    ("/jobs?limit=true", "#/limit"),
+    ("/jobs?limit=NaN", "#/limit"), ("/jobs?a/b~c=1&a/b~c=2", "#/a~1b~0c"), ("/notes?é=1&é=2", "#/%C3%A9")])
+def test_a_query_that_cannot_be_one(api: FlaskClient, path: str, pointer: str) -> None:
+    found = problem(api.get(path), 422, "invalid-input")
+    assert [flaw["pointer"] for flaw in found["errors"]] == [pointer]
+
+
+@one_database
+def test_which_content_types_are_json(api: FlaskClient, world: World) -> None:
+    """RFC 8259 knows no charset: whatever is declared, the body is read as UTF-8."""
+    good = ("application/json", "Application/JSON", "application/json;charset=utf-8", " application/json ",
+            'application/json; charset="utf-8"; a=b', "application/json;", "application/json; charset=utf-16")
+    for value in good:
+        assert send(api, '{"n": 5}', Content_Type=value).status_code == 202, value
+    accepted = world.count("jobs")
+    for value in ("application/problem+json", "application/jsonp", "application/json-seq", "application/*", "*/*",
+                  "json",
+                  "text/json", "application/json, application/json", "application/json text/html", ";application/json",
+                  "application / json", "application/vnd.api+json", "application/json\xa0"):
+        problem(send(api, '{"n": 5}', Content_Type=value), 415, "not-json")
+    problem(send(api, '{"n": 5}'.encode("utf-16"), Content_Type="application/json; charset=utf-16"), 400,
+            "malformed-json")
+    assert world.count("jobs") == accepted == len(good)
+
+
+@one_database
+def test_a_refused_body_says_where_it_stops_being_json(api: FlaskClient) -> None:
+    for body, words in ((b"", "line 1, column 1"), (b'{"n": 5,\n}', "line"), (b'{"n": "\xff"}', "byte 7"),
+                        (b'\xef\xbb\xbf{"n": 5}', "line 1, column 1"), (b'{"n": NaN}', "NaN")):
+        assert words in problem(send(api, body), 400, "malformed-json")["detail"]
+
+
+@pytest.mark.parametrize("keys", [
+    ("k k", '"k k"'), (" k", "k\t"), ("'", '"\'"'), ("\\", '"\\\\"'), ('a"b', '"a\\"b"'),
+    ("x" * 255, '"' + "x" * 255 + '"'),
+    ("\\" * 255, '"' + "\\\\" * 255 + '"'), ("k,l", '"k,l"'), ("%00", '"%00"'), ("?1", '"?1"')])
+def test_an_odd_key_bare_or_quoted_is_one_key(api: FlaskClient, world: World, keys: tuple[str, str]) -> None:
+    first, again = (send(api, '{"n": 5}', Idempotency_Key=key) for key in keys)
+    assert first.status_code == again.status_code == 202 and first.data == again.data
+    assert again.headers["Idempotent-Replayed"] == "true" and world.count("jobs") == 1
+
+
+@one_database
+def test_a_key_that_is_no_key_leaves_nothing(api: FlaskClient, world: World) -> None:
+    for key in ("", " ", "\t", '""', '"', '"k', '"k"x', '"k";a=1', '"\\x"', '"\\"', "\x7f", "k\x01", "\xe9", '"\xe9"',
+                "x" * 256, '"' + "\\\\" * 256 + '"'):
+        for path in ("/jobs", "/notes"):
+            problem(send(api, '{"n": 5, "text": "a"}', path, Idempotency_Key=key), 400, "bad-idempotency-key")
+    assert world.count("jobs") == 0 and world.count("idempotency_keys") == 0

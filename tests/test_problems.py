@@ -100,7 +100,7 @@ def _unavailable(api: FlaskClient, world: World) -> TestResponse:
 WAYS: dict[str, Way] = {
     "malformed-json": lambda api, world: api.post("/jobs", data=b'{"n": NaN}', content_type=JSON),
     "bad-idempotency-key": lambda api, world: api.post("/notes", json={"text": "a"}, headers={"Idempotency-Key": ""}),
-    "bad-request": lambda api, world: api.get("/notes/1", headers={"Connection": "Upgrade", "Upgrade": "websocket"}),
+    "bad-request": lambda api, world: api.get("/jobs", environ_overrides={"QUERY_STRING": "limit=\xff"}),
     "unauthorized": _unauthorized,
     "not-found": lambda api, world: api.get("/notes/1"),
     "method-not-allowed": lambda api, world: api.delete("/notes/1"),
@@ -202,7 +202,7 @@ def resources(app: Flask) -> dict[str, set[str]]:
     """Each path that there is, filled in, with its methods."""
     adapter, found = app.url_map.bind("127.0.0.1"), dict[str, set[str]]()
     for rule in app.url_map.iter_rules():
-        path = adapter.build(rule.endpoint, {name: ARGUMENTS[name] for name in rule.arguments})
+        path = adapter.build(rule.endpoint, {name: ARGUMENTS.get(name, "nope") for name in rule.arguments})
         found.setdefault(path, set()).update(rule.methods or ())
     return found
 
@@ -226,6 +226,14 @@ def test_every_other_method_of_every_route_is_told_which_there_are(api: FlaskCli
             assert answer.status_code == 405
             assert method == "HEAD" or problem(answer, "method-not-allowed")
             assert answer.headers["Allow"] == ", ".join(sorted(methods))
+
+
+@one_database
+def test_whoever_asks_for_another_protocol_is_answered_in_this_one(api: FlaskClient) -> None:
+    for path, methods in resources(api.application).items():
+        asked = {"Connection": "Upgrade", "Upgrade": "websocket"}
+        if "GET" in methods:
+            assert api.get(path, headers=asked).status_code == api.get(path).status_code
 
 
 @one_database
