@@ -69,23 +69,23 @@ def outcomes(twins: Twins, calls: st.SearchStrategy[Call], few: int) -> Counter[
 
 
 def test_anything_as_a_body(twins: Twins) -> None:
-    seen = outcomes(twins, strategies.submissions(), 250)
+    seen = outcomes(twins, strategies.submissions(), 200)
     assert seen[202] and seen["malformed-json"] and seen["invalid-input"]
 
 
 def test_anything_in_the_headers(twins: Twins) -> None:
-    seen = outcomes(twins, strategies.odd_headers(), 250)
-    assert {200, 202, "not-json", "unauthorized", "bad-idempotency-key", "malformed-json"} <= seen.keys()
+    seen = outcomes(twins, strategies.odd_headers(), 200)
+    assert {200, 202, "not-json", "unauthorized"} <= seen.keys()
 
 
 def test_any_address_and_method(twins: Twins) -> None:
-    seen = outcomes(twins, strategies.addresses, 250)
-    assert {200, "not-found", "method-not-allowed", "invalid-input", "expired"} <= seen.keys()
+    seen = outcomes(twins, strategies.addresses, 200)
+    assert {200, "not-found", "method-not-allowed", "invalid-input"} <= seen.keys()
 
 
 def test_anything_in_every_place(twins: Twins) -> None:
-    seen = outcomes(twins, strategies.anything, 120)
-    assert {"not-found", "method-not-allowed"} <= seen.keys()
+    seen = outcomes(twins, strategies.anything, 100)
+    assert {"not-found", "method-not-allowed", "unauthorized"} <= seen.keys()
 
 
 # --- any bytes to a real server ---
@@ -97,7 +97,7 @@ def test_any_bytes_to_the_server_are_answered_or_end_the_connection(site: Site) 
     site.wait_answering()
     seen: Counter[int] = Counter()
 
-    @strategies.examples(60)
+    @strategies.examples(50)
     @given(strategies.raw_requests())
     def each(sent: bytes) -> None:
         note(repr(sent[:300]))
