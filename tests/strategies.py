@@ -40,8 +40,10 @@ CHARACTERS = (
     "\x00", "\x1f", "\\n", "\\\"", "\\x", "\\", "\"", "/", "\\/", "~", " ", "\ufeff", "a")
 NAMES = ("n", "text", "kind", "callback_url", "id", "note_id", "a/b~c", "__proto__", "")
 
-texts = st.lists(st.sampled_from(CHARACTERS) | st.text(max_size=3).map(lambda t: json.dumps(t)[1:-1]), max_size=4).map(
-    lambda parts: '"' + "".join(parts) + '"')
+NASTY = CHARACTERS[:6]
+_pieces = st.one_of(
+    st.sampled_from(NASTY), st.sampled_from(CHARACTERS), st.text(max_size=3).map(lambda text: json.dumps(text)[1:-1]))
+texts = st.lists(_pieces, max_size=4).map(lambda parts: '"' + "".join(parts) + '"')
 leaves = st.one_of(st.sampled_from(NUMBERS), texts, st.sampled_from(WORDS), st.integers().map(str),
                    st.floats().map(json.dumps))
 names = st.sampled_from(NAMES).map(json.dumps) | texts
@@ -222,6 +224,10 @@ def submissions(draw: Any) -> Call:
     path = draw(st.sampled_from(sorted(GOOD)))
     key = (("Idempotency-Key", "k"),) if draw(st.booleans()) else ()
     return Call(path=path, headers=(*USUAL, *key), body=draw(bodies(path)))
+
+
+texts_to_keep = st.lists(_pieces, min_size=1, max_size=3).map(lambda parts: Call(
+    path="/notes", headers=USUAL, body=('{"text": "' + "".join(parts) + '"}').encode("utf-8", "surrogatepass")))
 
 
 @st.composite

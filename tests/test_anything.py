@@ -69,8 +69,13 @@ def outcomes(twins: Twins, calls: st.SearchStrategy[Call], few: int) -> Counter[
 
 
 def test_anything_as_a_body(twins: Twins) -> None:
-    seen = outcomes(twins, strategies.submissions(), 200)
+    seen = outcomes(twins, strategies.submissions(), 150)
     assert seen[202] and seen["malformed-json"] and seen["invalid-input"]
+
+
+def test_any_text_that_a_database_would_keep(twins: Twins) -> None:
+    seen = outcomes(twins, strategies.texts_to_keep, 80)
+    assert seen[202] and seen["malformed-json"]
 
 
 def test_anything_in_the_headers(twins: Twins) -> None:
