@@ -20,6 +20,8 @@ status       the Redis view: the hash `job:<id>` and the relay's wake token
 presence     which workers and couriers are alive, and when the relay last ran
 signing      the secrets that callbacks are signed with
 logs         one JSON object a line
+metrics, gauges, slots
+             what is counted, and what is true at a scrape; the places of the files
 api/         the HTTP door
 embedded     the Valkey server for development
 stack, supervisor

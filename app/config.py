@@ -46,7 +46,8 @@ class Settings(BaseSettings):
     database_url: str = "sqlite:///var/jobs.sqlite3"  # follows var_dir unless given
     redis_url: str | None = None  # None: the embedded Valkey
     broker_url: str | None = None  # None: redis_url
-    var_dir: Path = Path("var")  # SQLite file, Valkey's data, callback secret, hook.log
+    var_dir: Path = Path("var")  # SQLite file, Valkey's data, callback secret, hook.log, metrics
+    prometheus_multiproc_dir: Path | None = None  # None: metrics in var_dir
 
     host: str = "127.0.0.1"
     port: int = Field(8140, ge=1, le=65535)

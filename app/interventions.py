@@ -7,7 +7,7 @@ from datetime import datetime, timedelta
 
 from sqlalchemy import Connection
 
-from app import db, deliveries, jobs, outbox, ownership, states, status
+from app import db, deliveries, jobs, metrics, outbox, ownership, states, status
 from app.config import settings
 from app.deliveries import Delivery
 from app.errors import Finished, NoCallback, Unfinished
@@ -30,6 +30,8 @@ def cancel(owner: str, job_id: str, now: datetime) -> tuple[Job, Delivery | None
         elif job.status == states.RUNNING:
             job = jobs.request_cancel(tx, job_id, now) or job
         callback = None if job.callback_url is None else deliveries.latest_of_job(tx, job_id)
+    if job.finished_at == now:
+        metrics.ended(job)
     status.write(job, callback, wake=job.final and callback is not None)
     return job, callback
 

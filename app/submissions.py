@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
@@ -10,10 +11,12 @@ from typing import Any
 from sqlalchemy import Connection
 from sqlalchemy.exc import IntegrityError
 
-from app import db, idempotency, ids, jobs, notes, outbox, outlook, states, status
+from app import db, idempotency, ids, jobs, metrics, notes, outbox, outlook, states, status
 from app.config import settings
 from app.jobs import Job
 from app.kinds import Kind
+
+log = logging.getLogger("uketsuke.submissions")
 
 
 @dataclass(frozen=True)
@@ -93,7 +96,16 @@ def replay(owner: str, key: Key | None) -> Receipt | None:
         return None
     with db.reading() as view:
         first = idempotency.replay(view, owner, key.text, key.fingerprint)
-    return None if first is None else Receipt(first.job_id, first.note_id, first.body, replayed=True)
+        job = None if first is None else jobs.find(view, first.job_id)
+    if first is None:
+        return None
+    metrics.replayed()
+    _say_accepted(first.job_id, None if job is None else job.kind, replayed=True)
+    return Receipt(first.job_id, first.note_id, first.body, replayed=True)
+
+
+def _say_accepted(job_id: str, kind: str | None, replayed: bool) -> None:
+    log.info("accepted", extra={"job_id": job_id, "kind": kind, "replayed": replayed})
 
 
 def _once(owner: str, key: Key | None, write: Write, now: datetime) -> Receipt:
@@ -106,6 +118,8 @@ def _once(owner: str, key: Key | None, write: Write, now: datetime) -> Receipt:
         if first is None:
             raise
         return first
+    metrics.submitted(job.kind)
+    _say_accepted(job.id, job.kind, replayed=False)
     status.write(job, wake=True)
     return receipt
 

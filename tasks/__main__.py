@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 
-from app import config, db, kinds, ports
+from app import config, db, kinds, logs, ports
 from app.config import Settings
 from app.errors import UketsukeError, WrongSetting
 
@@ -53,6 +53,7 @@ def main() -> int:
     if role not in ROLES:
         print(f"usage: python -m tasks {' | '.join(ROLES)}", file=sys.stderr)
         return 2
+    logs.configure(role)
     try:
         kinds.registry()
         arguments = ROLES[role](config.settings())
@@ -62,6 +63,8 @@ def main() -> int:
         print(f"{role}: {error}", file=sys.stderr)
         return 2
     os.environ["UKETSUKE_ROLE"] = role
+    if role == "flower":
+        os.environ.pop("PROMETHEUS_MULTIPROC_DIR", None)  # its own metrics are not ours
     os.execv(sys.executable, [sys.executable, "-m", "celery", "--app", "tasks.celery", "--quiet", *arguments])
 
 

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 import os
 import secrets
@@ -16,6 +17,10 @@ from sqlalchemy.exc import DBAPIError
 
 from app import db, kinds, logs, presence
 
+ROLE = os.environ.get("UKETSUKE_ROLE", "celery")
+if ROLE in ("worker", "courier", "beat"):  # what happens before Celery sets up its own is said in the same way
+    logs.configure(ROLE)
+
 app = Celery("uketsuke")
 app.config_from_object("celeryconfig")
 
@@ -23,12 +28,14 @@ log = logging.getLogger("uketsuke.tasks")
 
 # This worker's, and that of the processes that it forks; no other's, ever. Its jobs and its signs of life carry it.
 NAME = f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(4)}"
-ROLE = os.environ.get("UKETSUKE_ROLE", "celery")
 
 
 @signals.setup_logging.connect
 def _log_as_json(**_: Any) -> None:
+    from celery.apps import worker
+
     logs.configure(ROLE)
+    worker.safe_say = logs.say  # it would print what it does at a signal
 
 
 @signals.worker_init.connect
@@ -102,17 +109,21 @@ class TaskFailed(Exception):
 
 
 def task(name: str, **options: Any) -> Callable[[Callable[..., None]], Any]:
-    """Registers a function as a Celery task, and keeps inputs out of Celery's own reports of its exceptions."""
+    """Registers a function as a Celery task, and keeps inputs out of Celery's own reports of its exceptions. Its lines
+    in the log have its arguments, which are ids, by their names."""
 
     def register(function: Callable[..., None]) -> Any:
+        names = tuple(inspect.signature(function).parameters)
+
         @functools.wraps(function)
         def run(*arguments: Any) -> None:
-            try:
-                function(*arguments)
-            except Exception as error:
-                log.error("task failed", extra={"task": name, "reason": db.reason(error) if isinstance(
-                    error, DBAPIError) else type(error).__name__, **logs.where(error)})
-                raise TaskFailed(type(error).__name__) from None
+            with logs.about(dict(zip(names, arguments)), whole_process=_is_child):
+                try:
+                    function(*arguments)
+                except Exception as error:
+                    log.error("task failed", extra={"task": name, "reason": db.reason(error) if isinstance(
+                        error, DBAPIError) else type(error).__name__, **logs.where(error)})
+                    raise TaskFailed(type(error).__name__) from None
 
         return app.task(name=name, **options)(run)
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
-from app import backoff, clock, db, deliveries, jobs, signing, states, status
+from app import backoff, clock, db, deliveries, jobs, logs, metrics, signing, states, status
 from app.clock import isoformat
 from app.config import settings
 from app.deliveries import Attempt, Delivery
@@ -80,8 +80,13 @@ def run_once(
     after = record(held, tried, ending, now())
     log.info("delivery attempted", extra={
         "job_id": job.id, "webhook_id": held.id, "attempt": held.attempts, "state": ending.becomes,
-        "response_code": tried.response_code, "error": tried.error, "recorded": after is not None})
+        "response_code": tried.response_code, "error": _without_details(tried.error), "recorded": after is not None})
     return after
+
+
+def _without_details(error: str | None) -> str | None:
+    """What went wrong; the rest may hold what the receiver said or a part of the URL."""
+    return None if error is None else error.partition(":")[0]
 
 
 def _prepare(delivery_id: str, now: datetime) -> tuple[Delivery, Job] | None:
@@ -90,6 +95,7 @@ def _prepare(delivery_id: str, now: datetime) -> tuple[Delivery, Job] | None:
         job = None if known is None else jobs.find(view, known.job_id)
     if known is None or job is None:
         return None
+    logs.concern(job_id=job.id)
     due = known.next_attempt_at is not None and known.next_attempt_at <= now
     if not due or not _final_state_is_shown(job, known, now):
         _step_back(delivery_id, now)
@@ -167,5 +173,6 @@ def record(held: Delivery, tried: Attempt, ending: Ending, now: datetime) -> Del
         if after is None:
             return None
         job = jobs.touch(tx, held.job_id)
+    metrics.delivered(after.state, tried.duration_seconds or None)  # an interrupted try took nobody knows how long
     status.write(job, after, wake=True)
     return after

@@ -15,7 +15,7 @@ from datetime import datetime, timedelta
 from kombu.exceptions import OperationalError as BrokerAway
 from redis.exceptions import RedisError
 
-from app import clock, db, outbox, presence, states, status
+from app import clock, db, metrics, outbox, presence, states, status
 from app.config import settings
 from app.outbox import Row
 from tasks import celery
@@ -80,6 +80,7 @@ def _publish_all(publish: Publish, lease: str, rows: list[Row], now: Callable[[]
             refused.append((row, f"{type(error).__name__}: {error}"))
         else:
             taken.append(row.id)
+            metrics.published(row.task)
     if rows:
         _record(lease, taken, refused, left, now())
     return len(taken), bool(left)

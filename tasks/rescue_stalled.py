@@ -8,7 +8,7 @@ from datetime import datetime, timedelta
 from redis.exceptions import RedisError
 from sqlalchemy import Connection
 
-from app import clock, db, deliveries, jobs, outbox, presence, states, status
+from app import clock, db, deliveries, jobs, metrics, outbox, presence, states, status
 from app.config import settings
 from app.deliveries import QUEUE as CALLBACKS
 from app.deliveries import Attempt, Delivery
@@ -59,6 +59,8 @@ def _rescue_jobs(now: datetime) -> int:
             if after is not None:
                 moved.append((after, run_job.follow_up(tx, after, now, now)))
     for after, delivery in moved:
+        metrics.rescued("job")
+        metrics.ended(after)
         log.warning("stalled attempt ended", extra={
             "job_id": after.id, "attempt": after.attempt, "status": after.status, "worker": after.worker})
         status.write(after, delivery)
@@ -91,6 +93,7 @@ def _end_try(delivery: Delivery, now: datetime) -> bool:
     ending = deliver_webhook.decide(delivery, tried, None, False, random.random(), now)
     after = deliver_webhook.record(delivery, tried, ending, now)
     if after is not None:
+        metrics.rescued("delivery")
         log.warning("stalled delivery attempt ended", extra={
             "job_id": after.job_id, "webhook_id": after.id, "attempt": after.attempts, "state": after.state})
     return after is not None
@@ -116,6 +119,7 @@ def _republish_lost_of(queue: str, now: datetime, free_since: dict[str, datetime
         for row in lost:
             if row.task == states.RUN_JOB and row.published_at is not None:
                 jobs.note_published(tx, row.target_id, row.published_at)
+    metrics.rescued("message", len(lost))
     for row in lost:
         log.warning("lost message, published again", extra={
             "outbox_id": row.id, "task": row.task, "target_id": row.target_id, "queue": queue})

@@ -18,7 +18,7 @@ from sqlalchemy import Connection
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
-from app import backoff, clock, db, deliveries, jobs, kinds, outbox, states, status
+from app import backoff, clock, db, deliveries, jobs, kinds, metrics, outbox, states, status
 from app.config import settings
 from app.deliveries import Delivery
 from app.jobs import Job
@@ -67,12 +67,15 @@ def run_once(job_id: str, now: Callable[[], datetime] = clock.now) -> Job | None
     if held is None:
         log.info("nothing to claim", extra={"job_id": job_id})
         return None
+    metrics.started(held)
     status.write(held)
     kind = kinds.registry().get(held.kind)
     if kind is None:
         return _leave_to_others(held, now)
     began = time.monotonic()
     after = _run(held, kind, now)
+    if after is not None:
+        metrics.ended(after, time.monotonic() - began)
     log.info("attempt ended" if after else "attempt lost", extra={
         "job_id": held.id, "kind": held.kind, "attempt": held.attempt, "status": after.status if after else None,
         "error_code": after.error_code if after else None, "seconds": round(time.monotonic() - began, 3)})
@@ -92,12 +95,17 @@ def _leave_to_others(held: Job, now: Callable[[], datetime]) -> Job | None:
     log.error("the kind is not known here: JOB_MODULES", extra={"job_id": held.id, "kind": held.kind})
     moment = now()
     if moment - held.created_at > timedelta(seconds=_UNKNOWN_SECONDS):
-        return _finish(held, Failure("refused", f"no worker knows the kind {held.kind!r}", again=True), now)
+        after = _finish(held, Failure("refused", f"no worker knows the kind {held.kind!r}", again=True), now)
+        if after is not None:
+            metrics.ended(after)
+        return after
     with db.transaction() as tx:
         ended = _write_release(tx, held, backoff.next_job_attempt_at(held.attempt, random.random(), moment), moment)
-    if ended is not None:
-        status.write(*ended)
-    return None if ended is None else ended[0]
+    if ended is None:
+        return None
+    metrics.ended(ended[0])
+    status.write(*ended)
+    return ended[0]
 
 
 def release_all(worker: str, now: datetime) -> list[Job]:
@@ -107,6 +115,7 @@ def release_all(worker: str, now: datetime) -> list[Job]:
         released = [ended for held in jobs.held_by(tx, worker) if (ended := _write_release(tx, held, now, now))]
     for number, ended in enumerate(released):
         log.warning("released: the worker stops", extra={"job_id": ended[0].id, "attempt": ended[0].attempt})
+        metrics.ended(ended[0])
         status.write(*ended, wake=number == len(released) - 1)
     return [job for job, _ in released]
 
@@ -138,6 +147,7 @@ def _end_cancelled(held: Job, now: Callable[[], datetime]) -> None:
         delivery = None if after is None else follow_up(tx, after, now(), now())
     if after is not None:
         log.warning("the cancelled function did not stop", extra={"job_id": held.id, "attempt": held.attempt})
+        metrics.ended(after)
         status.write(after, delivery, wake=delivery is not None)
 
 

@@ -15,7 +15,7 @@ import pytest
 import redis
 from flask.testing import FlaskClient
 
-from app import config, db, endpoints, kinds, outlook, stack, status
+from app import config, db, endpoints, gauges, kinds, metrics, outlook, stack, status
 from tests import promised, servers
 from tests import receiver as receivers
 from tests.processes import Site
@@ -73,6 +73,8 @@ class World:
 def forget_settings() -> None:
     for cached in (config.settings, kinds.registry, endpoints._policies):
         cached.cache_clear()
+    metrics.forget()
+    gauges.forget()
 
 
 @pytest.fixture(scope="session")
@@ -124,7 +126,8 @@ def world(
             monkeypatch.setenv(name, str(value))
         forget_settings()
 
-    change(DATABASE_URL=url, REDIS_URL=valkey.url, VAR_DIR=tmp_path / "var", CALLBACK_SCHEDULE_SECONDS="0,5,300")
+    change(DATABASE_URL=url, REDIS_URL=valkey.url, VAR_DIR=tmp_path / "var", CALLBACK_SCHEDULE_SECONDS="0,5,300",
+           PROMETHEUS_MULTIPROC_DIR=tmp_path / "var" / "metrics")
     client = redis.Redis.from_url(valkey.url, decode_responses=True)
     client.flushall()
     status._away_until = status._distrusted_until = 0.0

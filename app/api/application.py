@@ -5,14 +5,16 @@ import logging
 import math
 import re
 import threading
+import time
 import uuid
 from typing import Any
 
 from flask import Flask, Response, g, request
 from werkzeug.middleware.proxy_fix import ProxyFix
 
-from app import kinds
+from app import kinds, logs, metrics
 from app.api import docs, door, health, jobs, notes, openapi, problems, rates, tokens
+from app.api import metrics as metrics_page
 from app.config import settings
 
 _PREFIX = re.compile(r"(/(?!\.{1,2}(?:/|$))[A-Za-z0-9._~-]+)*")
@@ -40,10 +42,12 @@ def create_app() -> Flask:
     app.extensions["uketsuke_places"] = threading.BoundedSemaphore(math.ceil(settings().web_threads * 3 / 4))
     app.extensions["uketsuke_waiters"] = threading.BoundedSemaphore(settings().web_waiters)
     app.after_request(_finish_response)
+    app.teardown_request(_forget_request)
     for blueprint in (jobs.blueprint, notes.blueprint, health.blueprint, problems.blueprint, openapi.blueprint,
-                      docs.blueprint):
+                      docs.blueprint, metrics_page.blueprint):
         app.register_blueprint(blueprint)
     problems.handle_all(app)
+    app.log_exception = _log_exception  # type: ignore[method-assign, assignment]
     return app
 
 
@@ -56,6 +60,11 @@ def _without_upgrade(application: Any) -> Any:
         return application(environ, start_response)
 
     return inner
+
+
+def _log_exception(found: Any) -> None:
+    """What no handler has handled; Flask's own line would hold the path."""
+    log.error("an uncaught exception", extra=logs.where(found[1]))
 
 
 def _without_odd_prefix(application: Any) -> Any:
@@ -72,14 +81,18 @@ def _without_odd_prefix(application: Any) -> Any:
 
 def _name_request() -> None:
     g.request_id = str(uuid.uuid4())
+    g.began = time.perf_counter()
+    logs.concern(request_id=g.request_id)
 
 
 def _finish_response(response: Response) -> Response:
     response.headers["X-Request-Id"] = g.request_id
     response.headers.setdefault("Cache-Control", "no-store")
     response.headers["X-Content-Type-Options"] = "nosniff"
-    if response.status_code >= 500 and request.path != "/health/ready":
-        log.error("answered with an error", extra={
-            "request_id": g.request_id, "method": request.method, "rule": str(request.url_rule),
-            "status": response.status_code})
+    metrics.answered(
+        str(request.url_rule or "none"), request.method, response.status_code, time.perf_counter() - g.began)
     return response
+
+
+def _forget_request(_error: BaseException | None) -> None:
+    logs.forget()

@@ -12,7 +12,7 @@ from sqlalchemy.exc import DBAPIError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 from werkzeug.exceptions import HTTPException
 
-from app import db, errors, logs
+from app import db, errors, logs, metrics
 from app.clock import isoformat
 
 log = logging.getLogger("uketsuke.api")
@@ -74,8 +74,11 @@ class Problem(Exception):
 
 
 def answer(problem: Problem) -> Response:
-    """The problem as a response of type `application/problem+json`."""
+    """The problem as a response of type `application/problem+json`; it is counted, and a line of the log says it."""
     entry = TABLE[problem.name]
+    metrics.refused(problem.name)
+    log.log(logging.ERROR if entry.status >= 500 else logging.INFO, "refused", extra={
+        "problem": problem.name, "status": entry.status, "rule": str(request.url_rule or "none")})
     root = request.script_root
     body = {
         "type": f"{root}/problems/{problem.name}", "title": entry.title, "status": entry.status,
@@ -131,7 +134,7 @@ def as_problem(error: errors.UketsukeError) -> Problem:
 
 def _from_database(error: Exception) -> Response:
     """Away, locked or overloaded: come back. Anything else that it refuses is ours to mend."""
-    log.error("the database refused", extra={"request_id": g.get("request_id"), "error": db.reason(error)})
+    log.error("the database refused", extra={"error": db.reason(error)})
     if db.is_away(error):
         return answer(Problem("unavailable", "the database cannot be used now"))
     return answer(Problem("internal", "the database refused the change; nothing was kept"))
@@ -143,7 +146,7 @@ def _from_anything(error: Exception) -> Response:
 
 
 def _log_unexpected(error: Exception) -> None:
-    log.error("an unexpected exception", extra={"request_id": g.get("request_id"), **logs.where(error)})
+    log.error("an unexpected exception", extra=logs.where(error))
 
 
 def handle_all(app: Flask) -> None:
