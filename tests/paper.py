@@ -34,7 +34,7 @@ def masked(text: str) -> str:
     text = re.sub(ETAG, '"ETAG"', re.sub(UUID, "ID", text.replace("\r", "")))
     text = re.sub(r"\d{4}-\d\d-\d\dT[\d:.]+Z", "MOMENT", text)
     text = re.sub(r'("duration_seconds": )[\d.]+', r"\1SECONDS", text)
-    return re.sub(r"(?m)^(date|sunset): .*$", r"\1: DATE", text).strip()
+    return re.sub(r"(?m)^(date|sunset|retry-after): .*$", r"\1: LATER", text).strip()
 
 
 def table(heading: str) -> dict[str, list[str]]:
@@ -97,6 +97,9 @@ def relay(api: str, prefix: str, lose: Callable[[Callable[[], object]], None]) -
                 return session.request(self.command, api + path, data=body, headers=headers, timeout=30)
 
         def do_GET(self) -> None:
+            if not self.path.startswith(f"{prefix}/"):
+                self.send_error(404)
+                return
             with contextlib.suppress(requests.ConnectionError):
                 answer = self.forward()
                 self.send_response(answer.status_code)

@@ -17,7 +17,7 @@ import redis
 import requests
 from standardwebhooks import WebhookVerificationError
 
-from app import clock, states
+from app import clock, ports, states
 from app.api import problems
 from tests import paper
 from tests import receiver as receivers
@@ -39,6 +39,7 @@ def desk(valkey: Valkey, tmp_path_factory: pytest.TempPathFactory) -> Iterator[D
         site.start("worker", "courier", "beat", "hooksink")
         web = site.start_alone("web")
         site.wait_ready()
+        wait_until(lambda: not ports.is_free("127.0.0.1", site.hook_port), what="hooksink listens")
         yield site, [web], list(run_lines(site))
 
 
@@ -80,7 +81,7 @@ def here(site: Site, text: str) -> str:
 def narrow(valkey: Valkey, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     """A `web` by itself that takes one job at a time, of whoever has a token, and keeps it for a second."""
     with Site(tmp_path_factory.mktemp("narrow"), REDIS_URL=valkey.url.replace("/0", "/1"), API_TOKENS="ada:secret",
-              MAX_BACKLOG=1, RATE_LIMIT="30/minute", RESULT_TTL_SECONDS=1) as site:
+              MAX_BACKLOG=1, RATE_LIMIT="30/day", RESULT_TTL_SECONDS=1) as site:
         site.session.headers["Authorization"] = "Bearer secret"
         site.start_alone("web")
         site.wait_answering()
@@ -150,7 +151,7 @@ def test_a_server_that_dies_before_its_answer_makes_one_job(desk: Desk, kept: bo
 
 
 def a_client_of(site: Site, meanwhile: Callable[[int], Any]) -> paper.Client:
-    """With a token, and a minute that has just begun."""
+    """With a token, and a day that has just begun."""
     forget_rates(site)
     client = paper.Client(meanwhile)
     client.session.headers["Authorization"] = "Bearer secret"
@@ -205,6 +206,11 @@ def test_the_tables_hold_every_word_and_no_other() -> None:
     assert list(paper.table("`callback.status`")) == list(states.DELIVERY_STATES)
     told = {name: row[0] for name, row in paper.table("type `/problems/...`").items()}
     assert told == {name: str(entry.status) for name, entry in problems.TABLE.items()}
+
+
+def test_its_references_lead_to_a_heading() -> None:
+    headings = {heading.lower().replace(" ", "-") for heading in re.findall(r"(?m)^##+ (.*)$", paper.TEXT)}
+    assert set(re.findall(r"\]\(#([^)]+)\)", paper.TEXT)) <= headings
 
 
 def members(value: Any) -> set[str]:
