@@ -15,7 +15,8 @@ submissions  the one transaction behind a 202
 interventions
              what a client may still ask of a job: cancel it, tell its end once more
 pages        the lists, newest first
-outlook      how long a job has to wait, how large the backlog is
+outlook, forecast
+             how long a job has to wait, how large the backlog is
 status       the Redis view: the hash `job:<id>` and the relay's wake token
 presence     which workers and couriers are alive, and when the relay last ran
 signing      the secrets that callbacks are signed with

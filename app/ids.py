@@ -24,6 +24,11 @@ def new_id(now: datetime) -> str:
     return "-".join((digits[:8], digits[8:12], digits[12:16], digits[16:20], digits[20:]))
 
 
+def moment_of(made: str) -> datetime:
+    """The moment that `new_id` made this id for, to the millisecond."""
+    return _EPOCH + int(made[:8] + made[9:13], 16) * _MILLISECOND
+
+
 def is_id(text: str) -> bool:
     """Whether the text has the one spelling that `new_id` writes."""
     return _UUID.fullmatch(text) is not None

@@ -2,22 +2,22 @@
 process, so that polling costs the database nothing more."""
 from __future__ import annotations
 
-import bisect
-import itertools
 import logging
 import threading
 import time
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from datetime import datetime, timezone
+from datetime import datetime
+from typing import Any
 
-from redis.exceptions import RedisError
 from sqlalchemy import Connection, bindparam, func, select
 from sqlalchemy.exc import SQLAlchemyError
 
-from app import clock, db, kinds, presence, states
+from app import clock, db, forecast, kinds, presence, states, status
 from app.config import settings
 from app.errors import BacklogFull
+from app.forecast import Queue
 from app.schema import jobs
 
 log = logging.getLogger("uketsuke.outlook")
@@ -28,28 +28,6 @@ _PAUSE_SECONDS = 5.0  # after a database that did not answer
 _LATELY = 20  # jobs of a kind, whose run times count
 _PLACES = 2000  # of a queue that are looked at one by one; what lies behind is taken to be alike
 _HANDLING_SECONDS = 0.005  # what a job takes of its slot beside its run: message, claim, end
-_LONG_AGO = datetime.min.replace(tzinfo=timezone.utc)
-
-
-@dataclass(frozen=True)
-class Queue:
-    """A queue as it was: who waits since when, and how much work is before each."""
-
-    slots: int = 1
-    since: list[datetime] = field(default_factory=list)  # of those that wait, the longest first
-    work: list[float] = field(default_factory=lambda: [0.0])  # seconds before the first, the second, ...
-    length: int = 0
-    newest: datetime = _LONG_AGO
-
-    def seconds_before(self, since: datetime) -> float:
-        """The work, in seconds of one slot, that is to be done before a job that waits since then."""
-        place = bisect.bisect_left(self.since, since)
-        if place < len(self.since) or self.length <= len(self.since):
-            return self.work[place]
-        span = (self.newest - self.since[-1]).total_seconds()
-        behind = min(1.0, (since - self.since[-1]).total_seconds() / span) if span > 0 else 1.0
-        each = self.work[-1] / len(self.since)
-        return self.work[-1] + behind * (self.length - len(self.since)) * each
 
 
 @dataclass(frozen=True)
@@ -67,11 +45,11 @@ class Outlook:
         whole seconds, 1 to MAX_SECONDS; 1 when nothing is known."""
         known = kinds.registry().get(kind)
         run = self.run_seconds.get(kind, 0.0)
-        if started_at is not None:  # one that takes longer than the others is expected to take as long again
-            seconds = abs(run - (now - started_at).total_seconds()) if run else 0.0
+        if started_at is not None:
+            seconds = forecast.left(run, (now - started_at).total_seconds())
         else:
             queue = self.queues.get(known.queue, Queue()) if known else Queue()
-            seconds = queue.seconds_before(created_at) / queue.slots + run
+            seconds = queue.seconds_before(created_at) + run
         return max(1, min(MAX_SECONDS, round(seconds)))
 
 
@@ -87,8 +65,9 @@ def latest() -> Outlook:
     global _latest, _look_again_at
     if time.monotonic() >= _look_again_at and _looking.acquire(blocking=False):
         try:
+            signs = _signs()
             with db.reading() as view:
-                _latest = look(view, clock.now())
+                _latest = look(view, clock.now(), signs)
             _look_again_at = time.monotonic() + _FRESH_SECONDS
         except (SQLAlchemyError, OSError) as error:
             log.warning("no outlook", extra={"error": type(error).__name__})
@@ -123,50 +102,50 @@ _length = select(func.count(), func.max(jobs.c.created_at)).where(
     jobs.c.queue == bindparam("in_queue"), jobs.c.status == states.QUEUED)
 _running = select(jobs.c.queue, jobs.c.kind, jobs.c.started_at).where(jobs.c.status == states.RUNNING).limit(_PLACES)
 _runs = select(jobs.c.started_at, jobs.c.finished_at).where(
-    jobs.c.kind == bindparam("of_kind"), jobs.c.finished_at.is_not(None)
+    jobs.c.kind == bindparam("of_kind"), jobs.c.finished_at.is_not(None), jobs.c.started_at.is_not(None)
 ).order_by(jobs.c.finished_at.desc()).limit(_LATELY)
 
 
-def look(view: Connection, now: datetime) -> Outlook:
-    """The outlook of this moment. Raises `sqlalchemy.exc.SQLAlchemyError`."""
+def look(view: Connection, now: datetime, signs: Iterable[Mapping[str, Any]]) -> Outlook:
+    """The outlook of this moment, when these workers are alive. Raises `sqlalchemy.exc.SQLAlchemyError`."""
     run_seconds = {kind: mean for kind in kinds.registry() if (mean := _mean_run(view, kind))}
-    running: dict[str, float] = {}
+    running: dict[str, list[float]] = defaultdict(list)
     for queue, kind, started_at in view.execute(_running):
-        left = max(0.0, run_seconds.get(kind, 0.0) - (now - started_at).total_seconds())
-        running[queue] = running.get(queue, 0.0) + left
-    slots = _slots()
-    queues = {
-        name: _queue(view, name, max(1, slots.get(name, 0)), running.get(name, 0.0), run_seconds)
-        for name in {kind.queue for kind in kinds.registry().values()}}
+        running[queue].append(forecast.left(run_seconds.get(kind, 0.0), (now - started_at).total_seconds()))
+    queues: dict[str, Queue] = {}
+    for names, slots in forecast.pools({kind.queue for kind in kinds.registry().values()}, signs):
+        queues |= _queues(view, names, slots, [left for name in names for left in running[name]], run_seconds)
     return Outlook(queues, run_seconds, _count_unfinished(view, settings().max_backlog))
 
 
 def _mean_run(view: Connection, kind: str) -> float | None:
-    runs = [(row.finished_at - row.started_at).total_seconds()
-            for row in view.execute(_runs, {"of_kind": kind}) if row.started_at is not None]
+    runs = [(row.finished_at - row.started_at).total_seconds() for row in view.execute(_runs, {"of_kind": kind})]
     return sum(runs) / len(runs) if runs else None
 
 
-def _queue(view: Connection, name: str, slots: int, running: float, run_seconds: Mapping[str, float]) -> Queue:
-    waiting = view.execute(_waiting, {"in_queue": name}).all()
-    each = (run_seconds.get(row.kind, 0.0) + _HANDLING_SECONDS for row in waiting)
-    work = list(itertools.accumulate(each, initial=running))
-    length, newest = len(waiting), _LONG_AGO
-    if length == _PLACES:
-        length, newest = view.execute(_length, {"in_queue": name}).one()
-    return Queue(slots, [row.created_at for row in waiting], work, length, newest)
+def _queues(
+    view: Connection, names: Iterable[str], slots: int, running: list[float], run_seconds: Mapping[str, float],
+) -> dict[str, Queue]:
+    """Queues that share their slots."""
+    waiting = {name: view.execute(_waiting, {"in_queue": name}).all() for name in sorted(names)}
+    starts = forecast.starts(slots, running, {
+        name: [run_seconds.get(row.kind, 0.0) + _HANDLING_SECONDS for row in rows] for name, rows in waiting.items()})
+    found = {}
+    for name, rows in waiting.items():
+        since = [row.created_at for row in rows]
+        if len(since) < _PLACES:
+            found[name] = Queue(since, starts[name], len(since))
+        else:
+            found[name] = Queue(since, starts[name], *view.execute(_length, {"in_queue": name}).one())
+    return found
 
 
-def _slots() -> dict[str, int]:
-    """The processes that serve each queue; nothing when Redis does not tell."""
-    slots: dict[str, int] = {}
-    try:
-        for sign in presence.signs_of_life("worker"):
-            for queue in sign["queues"]:
-                slots[queue] = slots.get(queue, 0) + sign["concurrency"]
-    except (RedisError, OSError):
-        return {}
-    return slots
+def _signs() -> list[dict[str, Any]]:
+    """The workers that are alive; none when Redis does not tell."""
+    if not status.away():
+        with status.best_effort("outlook"):
+            return presence.signs_of_life("worker")
+    return []
 
 
 def _count_unfinished(view: Connection, most: int) -> int:

@@ -105,7 +105,8 @@ jobs = Table(
     _partial("ix_jobs_unfinished", "created_at", where="status IN ('queued', 'running')"),
     _partial("ix_jobs_expires_at", "expires_at", where="expires_at IS NOT NULL"),
     _partial("ix_jobs_queued", "queue", "created_at", where="status = 'queued'"),  # the place in the queue
-    _partial("ix_jobs_kind_finished_at", "kind", "finished_at", where="finished_at IS NOT NULL"),  # lately
+    _partial(  # how long it took lately; what was cancelled before it ran says nothing
+        "ix_jobs_kind_finished_at", "kind", "finished_at", where="finished_at IS NOT NULL AND started_at IS NOT NULL"),
     Index("ix_jobs_owner_id", "owner", "id"),  # the lists: an id sorts by creation
     Index("ix_jobs_owner_status_id", "owner", "status", "id"),
     Index("ix_jobs_owner_kind_id", "owner", "kind", "id"),

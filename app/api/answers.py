@@ -9,7 +9,7 @@ from urllib.parse import urlencode
 
 from flask import Response, request
 
-from app import clock, jobs, outlook
+from app import clock, ids, jobs, outlook
 from app.submissions import Receipt
 
 
@@ -40,7 +40,8 @@ def retry_after(kind: str, created_at: datetime, started_at: datetime | None = N
 
 def accepted(receipt: Receipt, kind: str) -> Response:
     """202, the same for every repetition of a key (RFC 9110 15.3.3)."""
-    headers = {"Location": address(jobs.path(receipt.job_id)), "Retry-After": retry_after(kind, clock.now())}
+    created_at = ids.moment_of(receipt.job_id)
+    headers = {"Location": address(jobs.path(receipt.job_id)), "Retry-After": retry_after(kind, created_at)}
     if receipt.note_id is not None:
         headers["Link"] = f'<{address(f"/notes/{receipt.note_id}")}>; rel="related"'
     if receipt.replayed:

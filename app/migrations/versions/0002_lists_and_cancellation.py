@@ -8,7 +8,7 @@ branch_labels = None
 depends_on = None
 
 _QUEUED = sa.text("status = 'queued'")
-_FINISHED = sa.text("finished_at IS NOT NULL")
+_FINISHED = sa.text("finished_at IS NOT NULL AND started_at IS NOT NULL")
 
 
 def upgrade() -> None:
