@@ -11,7 +11,7 @@ from granian.http import HTTP1Settings
 from granian.log import LogLevels
 
 from app import config, db, kinds, logs, ports
-from app.api import create_app
+from app.api import create_app, shutdown
 from app.errors import UketsukeError, WrongSetting
 
 _MAX_HEAD_BYTES = 64 * 1024  # request line and headers; beyond them 414 or 431
@@ -22,6 +22,7 @@ log = logging.getLogger("uketsuke.api")
 def application() -> Flask:
     """What each of the web processes serves."""
     logs.configure("web")
+    shutdown.listen()
     return create_app()
 
 

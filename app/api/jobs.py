@@ -8,7 +8,7 @@ from flask import Blueprint, Response
 from pydantic import ValidationError
 
 from app import clock, db, deliveries, ids, interventions, jobs, kinds, ownership, pages, status, submissions
-from app.api import answers, door, polling, queries, tokens
+from app.api import answers, door, polling, queries, shutdown, tokens
 from app.errors import Flaw, InvalidInput
 from app.kinds import Kind
 
@@ -63,7 +63,7 @@ def poll(job_id: str) -> Response:
         if granted:
             document = polling.after_change(job_id, document, seconds)
     answer = polling.answer(document)
-    if granted:
+    if granted and not shutdown.wait(0):
         answer.headers["Preference-Applied"] = f"wait={seconds}"
     return answer
 

@@ -15,11 +15,11 @@ from flask import Response, current_app, request
 from werkzeug.http import http_date
 
 from app import clock, db, deliveries, ids, jobs, ownership, states, status
-from app.api import answers, tokens
+from app.api import answers, shutdown, tokens
 
 MAX_WAIT_SECONDS = 30
 _LOOK_SECONDS = 0.1
-_WAIT = re.compile(r'\s*wait\s*=\s*"?([0-9]{1,9})"?\s*(;.*)?', re.IGNORECASE)
+_WAIT = re.compile(r'\s*wait\s*=\s*"?([0-9]{1,100})"?\s*(;.*)?', re.IGNORECASE)
 
 Document = dict[str, Any]
 
@@ -81,10 +81,12 @@ def preferred_wait() -> int | None:
 
 
 def after_change(job_id: str, document: Document, seconds: int) -> Document:
-    """The job once its status is another one than here, or as it is after so many seconds. Raises as `find` does."""
+    """The job once its status is another one than here, or as it is after so many seconds, or when this process is to
+    stop. Raises as `find` does."""
     until, first = time.monotonic() + seconds, document["status"]
     while document["status"] == first and first not in states.FINAL and (left := until - time.monotonic()) > 0:
-        threading.Event().wait(min(_LOOK_SECONDS, left))
+        if shutdown.wait(min(_LOOK_SECONDS, left)):
+            break
         document = find(job_id)
     return document
 
