@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from datetime import datetime
 
-from sqlalchemy import Connection, or_, select
+from sqlalchemy import Connection, literal, or_, select
 
 from app.deliveries import Delivery
 from app.jobs import Job
@@ -14,7 +14,10 @@ from app.schema import deliveries, jobs, notes
 
 RESULT_BYTES = 1024 * 1024  # of a page's results together, beyond its first: large results make short pages
 
-_job_columns = [jobs.c[field.name] for field in fields(Job) if field.name != "as_of"]
+# Without the inputs, which no list shows and which may be large.
+_job_columns = [
+    literal("").label("input") if field.name == "input" else jobs.c[field.name]
+    for field in fields(Job) if field.name != "as_of"]
 _delivery_columns = [deliveries.c[field.name] for field in fields(Delivery)]
 _note_columns = [notes.c[field.name] for field in fields(Note)]
 
@@ -50,7 +53,7 @@ def jobs_of(
     size = 0
     for row in view.execute(query.order_by(jobs.c.id.desc()).limit(limit + 1)):
         job = Job(*row)
-        size += len(job.result or "")
+        size += len((job.result or "").encode())
         if len(found) == limit or found and size > RESULT_BYTES:
             return JobsPage(_with_callbacks(view, found), found[-1].id)
         found.append(job)
