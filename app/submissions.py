@@ -13,6 +13,7 @@ from sqlalchemy.exc import IntegrityError
 
 from app import db, idempotency, ids, jobs, metrics, notes, outbox, outlook, states, status
 from app.config import settings
+from app.errors import BacklogFull
 from app.jobs import Job
 from app.kinds import Kind
 
@@ -109,10 +110,10 @@ def _say_accepted(job_id: str, kind: str | None, replayed: bool) -> None:
 
 
 def _once(owner: str, key: Key | None, write: Write, now: datetime) -> Receipt:
-    outlook.refuse_beyond(settings().max_backlog)
     try:
+        outlook.refuse_beyond(settings().max_backlog)
         job, receipt = _commit(owner, key, write, now)
-    except IntegrityError:
+    except (BacklogFull, IntegrityError):
         # A concurrent submission of the key was first, and has committed; without one it is an error.
         first = replay(owner, key)
         if first is None:
