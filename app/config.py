@@ -141,9 +141,12 @@ class Settings(BaseSettings):
     @classmethod
     def _rate(cls, value: str | None) -> str | None:
         try:
-            parse_many(value or "1/second")
+            limits = parse_many(value or "1/second")
+            fits = all(0 < limit.amount < 2**31 and limit.get_expiry() < 2**31 for limit in limits)
         except ValueError:
-            raise ValueError("limits such as 100/second; 2000/minute") from None
+            fits = False
+        if not fits:
+            raise ValueError("limits such as 100/second; 2000/minute")
         return value
 
     @field_validator("callback_allow")
