@@ -178,7 +178,7 @@ def test_sunset_is_when_the_job_expires(api: FlaskClient, world: World) -> None:
 @contextlib.contextmanager
 def meanwhile(act: Callable[[], object], looks: int = 2) -> Iterator[None]:
     """Acts once whoever waits has looked so often; fails when nobody does."""
-    seen, acted, find, errors = [0], threading.Event(), polling.find, []
+    seen, find, errors = [0], polling.find, []
 
     def counted(job_id: str) -> Any:
         seen[0] += 1
@@ -190,17 +190,16 @@ def meanwhile(act: Callable[[], object], looks: int = 2) -> Iterator[None]:
             act()
         except BaseException as error:
             errors.append(error)
-        acted.set()
 
     polling.find = counted  # put back below
     thread = threading.Thread(target=run)
     thread.start()
     try:
         yield
-        assert acted.is_set() and errors == []
     finally:
         thread.join()
         polling.find = find
+    assert errors == []
 
 
 def wait_for(api: FlaskClient, job_id: str, prefer: Any = LONG, **headers: str) -> tuple[Any, float]:
