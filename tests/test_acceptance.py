@@ -7,9 +7,7 @@ import re
 import shutil
 import signal
 import socket
-import threading
 import time
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -176,31 +174,6 @@ def test_a_worker_started_by_celerys_own_command_counts(site: Site) -> None:
     site.wait_ready()
     assert site.poll(site.submit(n=100))["status"] == "succeeded"
     assert worker.stop() == 0
-
-
-def test_one_key_at_many_web_processes_makes_one_job(site: Site) -> None:
-    site.env["WEB_WORKERS"] = "4"
-    site.start("web")
-    site.wait_answering()
-    answers: list[tuple[int, str]] = []
-    barrier = threading.Barrier(20)
-
-    def submit() -> None:
-        with requests.Session() as session:
-            session.trust_env = False
-            barrier.wait()
-            for _ in range(10):
-                answer = session.post(
-                    f"{site.api}/jobs", json={"n": 5}, headers={"Idempotency-Key": "k"}, timeout=30)
-                answers.append((answer.status_code, answer.text))
-
-    threads = [threading.Thread(target=submit) for _ in range(20)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert Counter(code for code, _ in answers) == {202: 200}
-    assert len({text for _, text in answers}) == 1
 
 
 def raw(site: Site, request: bytes) -> bytes:
