@@ -23,7 +23,7 @@ from app.turnstile import Turnstile, TurnTimeout
 # How long a writer waits for its turn before the caller is told to come back.
 LOCK_WAIT_SECONDS = 10.0
 _POOL_SIZE = 8
-_POOL_OVERFLOW = 24  # the courier's threads, each for some milliseconds
+_POOL_OVERFLOW = 8  # with the size as many as WEB_THREADS; four web processes and a courier fit into PostgreSQL's 100
 _SQLITE_OLDEST = (3, 51, 3)  # older ones can corrupt a WAL that several processes share
 
 # SQLSTATE classes of PostgreSQL: connection, resources, lock not available, operator intervention, system error.
@@ -136,6 +136,7 @@ def _make(url: str) -> Engine:
         url,
         pool_size=_POOL_SIZE,
         max_overflow=_POOL_OVERFLOW,
+        pool_timeout=LOCK_WAIT_SECONDS,
         pool_pre_ping=True,  # a server that restarted costs nobody a request
         hide_parameters=True,  # rows' contents stay out of logs and job errors
         connect_args={
