@@ -147,6 +147,14 @@ def test_what_nobody_expected_is_a_problem_too(api: FlaskClient, world: World) -
     assert "{" not in problem(api.get(f"/jobs/{job_id}"), "internal")["detail"]
 
 
+@one_database
+def test_no_condition_of_a_poll_is_refused_without_a_problem(api: FlaskClient) -> None:
+    path = f"/jobs/{submit(api, n=5)}"
+    for value in ("*", '"other"', "x"):
+        answers = [api.get(path, headers={"If-None-Match": tag, "If-Match": value}) for tag in ('"other"', "*")]
+        assert [answer.status_code for answer in answers] == [200, 304] and answers[1].data == b""
+
+
 # --- the pages ---
 
 
