@@ -2,7 +2,6 @@
 answer of this API."""
 from __future__ import annotations
 
-import copy
 import functools
 import re
 from typing import Any
@@ -11,11 +10,6 @@ import jsonschema_rs
 from flask import Flask
 from flask.testing import FlaskClient
 from werkzeug.exceptions import MethodNotAllowed, NotFound
-
-# What is described and not there yet: operations, required headers and members, problems.
-NOT_YET_OPERATIONS = {"get /metrics"}
-NOT_YET_REQUIRED: set[str] = set()
-NOT_YET_PROBLEMS: set[str] = set()
 
 METHODS = ("get", "head", "post", "put", "patch", "delete", "options", "trace")
 _NOT_OURS = {"content-type", "content-length", "date", "server", "connection"}
@@ -26,25 +20,6 @@ def template(rule: str) -> str:
     return re.sub(r"<(?:[^:<>]+:)?([^<>]+)>", r"{\1}", rule)
 
 
-def today(document: dict[str, Any]) -> dict[str, Any]:
-    """The document without what is not there yet."""
-    made = copy.deepcopy(document)
-    for name in NOT_YET_OPERATIONS:
-        method, path = name.split()
-        made["paths"][path].pop(method)
-    made["paths"] = {path: item for path, item in made["paths"].items() if set(item) & set(METHODS)}
-    known = {operation["operationId"] for _, operation in operations(made)}
-    for _, operation in operations(made):
-        for answer in operation["responses"].values():
-            answer["links"] = {
-                name: link for name, link in answer.get("links", {}).items() if link["operationId"] in known}
-    for name, header in made["components"]["headers"].items():
-        header["required"] = header.get("required", False) and name not in NOT_YET_REQUIRED
-    for schema in made["components"]["schemas"].values():
-        schema["required"] = [name for name in schema.get("required", []) if name not in NOT_YET_REQUIRED]
-    return made
-
-
 def operations(document: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
     """Each operation with its name, `get /jobs`."""
     return [(f"{method} {path}", item[method])
@@ -53,10 +28,10 @@ def operations(document: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
 
 @functools.lru_cache(maxsize=1)
 def described() -> dict[str, Any]:
-    """The document of today; what it says of answers is the same whatever the settings and the kinds."""
+    """The document; what it says of answers is the same whatever the settings and the kinds."""
     from app.api import openapi
 
-    return today(openapi.document())
+    return openapi.document()
 
 
 @functools.lru_cache(maxsize=1000)
@@ -88,8 +63,9 @@ def client(app: Flask) -> FlaskClient:
 def check(app: Flask, answer: Any) -> None:
     """Fails with what the document does not say of this answer."""
     asked, status = answer.request, answer.status_code
+    environ = {name: value for name, value in asked.environ.items() if name != "HTTP_UPGRADE"}  # which is not taken up
     try:
-        rule, _ = app.url_map.bind_to_environ(asked.environ).match(return_rule=True)
+        rule, _ = app.url_map.bind_to_environ(environ).match(return_rule=True)
     except (NotFound, MethodNotAllowed) as error:
         assert status in (error.code, 401, 429, 503), f"{status} where {error.code} is due"
         return _check_stray(answer)
@@ -132,7 +108,7 @@ def _check_body(content: dict[str, Any], place: tuple[str, ...], answer: Any) ->
     if answer.request.method == "HEAD" or not content:
         assert answer.data == b""
         return
-    sort = answer.content_type if answer.content_type in content else "*/*"
+    sort = next((sort for sort in (answer.content_type, answer.mimetype) if sort in content), "*/*")
     assert sort in content, f"{place}: {answer.content_type} is not described"
     if sort.endswith("json"):
         _validator(*place, "content", sort, "schema").validate(answer.json)

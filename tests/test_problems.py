@@ -97,6 +97,13 @@ def _unavailable(api: FlaskClient, world: World) -> TestResponse:
     return api.get("/notes")
 
 
+def _busy(api: FlaskClient, world: World) -> TestResponse:
+    places = api.application.extensions["uketsuke_places"]
+    while places.acquire(blocking=False):
+        pass
+    return api.post("/jobs", json={"n": 5})
+
+
 WAYS: dict[str, Way] = {
     "malformed-json": lambda api, world: api.post("/jobs", data=b'{"n": NaN}', content_type=JSON),
     "bad-idempotency-key": lambda api, world: api.post("/notes", json={"text": "a"}, headers={"Idempotency-Key": ""}),
@@ -115,6 +122,7 @@ WAYS: dict[str, Way] = {
     "key-reused": _reused,
     "rate-limited": _rate_limited,
     "internal": _internal,
+    "busy": _busy,
     "unavailable": _unavailable,
     "backlog-full": _backlog_full,
 }
@@ -270,7 +278,7 @@ def test_no_route_shows_anything_but_a_problem_while_the_database_is_away(api: F
     for method, path in requests_of(api):
         answer = api.open(path, method=method, json=bodies.get(path) if method == "POST" else None)
         if answer.status_code >= 400 and path != "/health/ready":
-            problem(answer, "not-found" if path == "/problems/nope" else "unavailable")
+            problem(answer, "not-found" if path in ("/problems/nope", "/docs/nope") else "unavailable")
         else:
             assert is_open(path) or path == "/metrics"
 

@@ -37,7 +37,8 @@ _STATE = [
 ]
 _STATE_HEADERS = ("ETag", "Vary", "Retry-After?", "Sunset", "Preference-Applied")
 SUBMISSION = (
-    "malformed-json", "bad-idempotency-key", "too-large", "not-json", "invalid-input", "key-reused", "backlog-full")
+    "malformed-json", "bad-idempotency-key", "too-large", "not-json", "invalid-input", "key-reused", "backlog-full",
+    "busy")
 ACCEPTED_HEADERS = ("Location", "Retry-After", "Idempotent-Replayed")
 _UNREADABLE = ("not-found", "expired")
 

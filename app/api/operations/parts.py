@@ -128,7 +128,7 @@ def operation(
 ) -> Operation:
     """One operation. One that is not open needs a token, if the service has any (`closed`), and counts against its
     owner's rate."""
-    names = [*refusals, *([] if open else ["unauthorized", "rate-limited", "unavailable"]), "internal"]
+    names = [*refusals, "bad-request", *([] if open else ["unauthorized", "rate-limited", "unavailable"]), "internal"]
     asked: list[dict[str, list[str]]] = [] if open else [{SECURITY: []}] if closed else [{}, {SECURITY: []}]
     return Operation(
         operationId=operation_id, tags=[tag], summary=summary, description=description,

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from openapi_pydantic.v3.v3_1 import PathItem
+from openapi_pydantic.v3.v3_1 import PathItem, Response
 
 from app.api import models
 from app.api.docs import FILES
@@ -38,7 +38,7 @@ def paths(closed: bool) -> dict[str, PathItem]:
                     "status": "not ready", "parts": _PARTS})})),
         "/metrics": PathItem(get=operation(
             "getMetrics", "service", "Counters and histograms for Prometheus", closed=closed, instance="/metrics",
-            answers={200: answer("Prometheus's text format.", content_type="text/plain")})),
+            answers={200: _metrics()})),
         "/openapi.json": PathItem(get=public("getOpenApi", summary="This document", answers={
             200: answer("OpenAPI 3.1.", OpenApi)})),
         "/docs": PathItem(get=public("getDocs", summary="A page to read and try this document", answers={
@@ -50,3 +50,10 @@ def paths(closed: bool) -> dict[str, PathItem]:
             "getProblem", summary="A page about one type of problem", refusals=["not-found"],
             instance="/problems/none", answers={200: answer("The page.", content_type=_PAGE)})),
     }
+
+
+def _metrics() -> Response:
+    made = answer("In Prometheus's text format, or as OpenMetrics.", None, "Vary", content_type="text/plain")
+    assert made.content is not None
+    made.content["application/openmetrics-text"] = made.content["text/plain"]
+    return made
