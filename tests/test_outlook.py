@@ -394,6 +394,7 @@ def test_redis_that_is_away_is_not_asked_for_an_outlook(
     presence.give_sign_of_life("worker", "w1", [QUEUE], 2)
     monkeypatch.setattr(status, "_away_until", float("inf"))
     monkeypatch.setattr(status, "client", None)  # whoever used it would fail
+    monkeypatch.setattr(presence, "client", None)
     outlook.forget()
     assert told(api.get(f"/jobs/{job_id}")) == 7
 
