@@ -91,7 +91,8 @@ _of_job = select(*_columns).where(deliveries.c.job_id == bindparam("of_job")).or
     deliveries.c.created_at.desc(), deliveries.c.id.desc()).limit(1)
 _attempts_of_job = (
     select(*_attempt_columns).join(deliveries, deliveries.c.id == delivery_attempts.c.delivery_id)
-    .where(deliveries.c.job_id == bindparam("of_job")).order_by(delivery_attempts.c.at, delivery_attempts.c.attempt))
+    .where(deliveries.c.job_id == bindparam("of_job"))
+    .order_by(deliveries.c.created_at, deliveries.c.id, delivery_attempts.c.attempt))
 
 
 def find(view: Connection, delivery_id: str) -> Delivery | None:

@@ -13,6 +13,8 @@ from app.deliveries import Delivery
 from app.errors import Finished, NoCallback, Unfinished
 from app.jobs import Job
 
+_LATER = timedelta(microseconds=1)  # a round is the latest one also when the clock that began the last one was ahead
+
 
 def cancel(owner: str, job_id: str, now: datetime) -> tuple[Job, Delivery | None]:
     """A queued job ends at once; a running one is asked to stop and has no other end than `cancelled` from then on.
@@ -21,7 +23,6 @@ def cancel(owner: str, job_id: str, now: datetime) -> tuple[Job, Delivery | None
     Raises `errors.NotFound`, `errors.Expired`, and `errors.Finished` when it has ended otherwise.
     """
     with db.transaction() as tx:
-        outbox.settle(tx, states.RUN_JOB, job_id)  # before the job, as whoever claims it does: none waits for the other
         job = ownership.owned(jobs.hold(tx, job_id), tx, job_id, owner, now)
         if job.final and job.error_code != states.CANCELLED:
             raise Finished(f"the job has {job.status}")
@@ -39,7 +40,7 @@ def cancel(owner: str, job_id: str, now: datetime) -> tuple[Job, Delivery | None
 def _end_queued(tx: Connection, job: Job, now: datetime) -> Job:
     ended = jobs.cancel(tx, job.id, now, timedelta(seconds=settings().result_ttl_seconds))
     assert ended is not None  # it is held
-    outbox.settle(tx, states.RUN_JOB, job.id)  # it may have been queued again a moment ago
+    outbox.settle(tx, states.RUN_JOB, job.id)
     if ended.callback_url is not None:
         deliveries.add(tx, ended, deliveries.first_attempt_at(now, random.random()), now)
     return ended
@@ -60,7 +61,7 @@ def redeliver(owner: str, job_id: str, now: datetime) -> Delivery:
         deliveries.hold(tx, deliveries.host_of(job.callback_url))
         latest = deliveries.latest_of_job(tx, job_id)
         if latest is None or latest.finished_at is not None:
-            latest = deliveries.add(tx, job, now, now)
+            latest = deliveries.add(tx, job, now, now if latest is None else max(now, latest.created_at + _LATER))
         else:
             latest = deliveries.hasten(tx, latest, now) or latest
         job = jobs.touch(tx, job_id)

@@ -77,6 +77,14 @@ def _beyond_its_limit(now: datetime) -> _Ids:
         jobs.c.status == states.RUNNING, ends < _ago(now, _UNKILLED_SECONDS).timestamp())
 
 
+def _not_ending(now: datetime) -> _Ids:
+    """Its worker ends its function, or the rescue ends what its worker has left."""
+    before = _ago(now, settings().cancel_grace_seconds, settings().lease_seconds, settings().rescue_interval_seconds,
+                  _UNKILLED_SECONDS)
+    return select(jobs.c.id, jobs.c.cancel_requested_at).where(
+        jobs.c.status == states.RUNNING, jobs.c.cancel_requested_at < before)
+
+
 def _final_without_delivery(now: datetime) -> _Ids:
     return select(jobs.c.id, jobs.c.finished_at).where(
         not_(_unfinished()), jobs.c.callback_url.is_not(None), ~exists().where(deliveries.c.job_id == jobs.c.id))
@@ -240,6 +248,7 @@ INVARIANTS = (
     Invariant("a queued job has an outbox row", _queued_without_row, "--fix stages one", _stage_job),
     Invariant("a running job has a living lease", _lease_is_over, _CLOCK),
     Invariant("a running job is within its time limit", _beyond_its_limit, "restart its worker; look at its kind"),
+    Invariant("a job that is to be cancelled ends", _not_ending, "restart its worker"),
     Invariant("a final job with a callback has a delivery", _final_without_delivery, "--fix adds it", _add_delivery),
     Invariant("a delivery follows the end of its job", _delivery_before_the_end, _PERSON),
     Invariant("a delivery that waits has an outbox row", _pending_without_row, "--fix stages one", _stage_delivery),

@@ -134,6 +134,17 @@ def _move(*guards: Any) -> Any:
 
 _held = (jobs.c.id == bindparam("job_id"), jobs.c.attempt == bindparam("held"), jobs.c.status == states.RUNNING)
 
+_hold = _find.with_for_update(key_share=True)
+_hold_if_free = _find.with_for_update(key_share=True, skip_locked=True)
+
+
+def hold(tx: Connection, job_id: str, wait: bool = True) -> Job | None:
+    """The job with this id; until the transaction ends nobody else moves it. Held before its outbox row by all who
+    touch both, so that two never wait for each other; who holds the row already does not `wait`, and gets None while
+    somebody else moves the job."""
+    return _job(tx.execute(_hold if wait else _hold_if_free, {"job_id": job_id}).first())
+
+
 _start = _move(jobs.c.id == bindparam("job_id"), jobs.c.status == states.QUEUED).values(
     status=states.RUNNING, attempt=jobs.c.attempt + 1, worker=bindparam("by"), started_at=bindparam("now"),
     lease_until=bindparam("until"), progress_done=None, progress_total=None,
@@ -213,18 +224,13 @@ def release(tx: Connection, held: Job) -> Job | None:
 # --- cancellation: a job that is queued ends at once; one that runs has no other end from then on ---
 
 _cancelled: dict[str, Any] = {"code": states.CANCELLED, "message": "cancelled on request"}
-_hold, _keep = _find.with_for_update(), _find.with_for_update(read=True, key_share=True)
+_keep = _find.with_for_update(read=True, key_share=True)
 _cancel = _move(jobs.c.id == bindparam("job_id"), jobs.c.status == states.QUEUED).values(**_failed)
 _request_cancel = update(jobs).where(jobs.c.id == bindparam("job_id"), jobs.c.status == states.RUNNING).values(
     cancel_requested_at=func.coalesce(jobs.c.cancel_requested_at, bindparam("now", type_=Moment()))
 ).returning(*_columns)
 _end_cancelled = _move(*_held, jobs.c.cancel_requested_at.is_not(None)).values(**_failed)
 _cancel_requested = select(jobs.c.cancel_requested_at).where(*_held)
-
-
-def hold(tx: Connection, job_id: str) -> Job | None:
-    """The job with this id; until the transaction ends nobody else moves it."""
-    return _job(tx.execute(_hold, {"job_id": job_id}).first())
 
 
 def keep(tx: Connection, job_id: str) -> Job | None:

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -35,12 +36,13 @@ class Attempt:
     """
 
     def __init__(self, held: Job, end: Callable[[], None] = lambda: None) -> None:
-        """`end` writes the end of a cancelled attempt whose function does not interrupting."""
+        """`end` writes the end of a cancelled attempt whose function does not stop."""
         self._held = held
         self._end = end
         self._lost = threading.Event()
         self._cancelled = threading.Event()
         self._function_runs = True
+        self._interrupt_at = self._kill_at = math.inf  # `time.monotonic`, once it is cancelled
         self._ended = threading.Event()
         self._progress: tuple[int, int] | None = None
         self._as_of = held.as_of  # when it was known last that the attempt is ours
@@ -83,8 +85,7 @@ class Attempt:
         self._heart.join()
 
     def _beat(self) -> None:
-        extended_at = cancelled_at = time.monotonic()
-        interrupted = False
+        extended_at = time.monotonic()
         while not self._ended.wait(min(_LOOK_SECONDS, heartbeat_seconds())):
             moment = time.monotonic()
             try:
@@ -93,31 +94,30 @@ class Attempt:
                     self._extend()
                 elif not self._cancelled.is_set():
                     self._look()
+                if self._cancelled.is_set() and self._function_runs:
+                    self._enforce(time.monotonic())
             except (SQLAlchemyError, OSError) as error:  # tried again at the next beat, as long as the lease stands
-                log.warning("the lease could not be extended", extra={"job_id": self.id, "error": type(error).__name__})
+                log.warning("the attempt could not reach SQL", extra={"job_id": self.id, "error": type(error).__name__})
             if self._lost.is_set() and not self._ended.wait(1):  # not just finished a moment ago
                 log.warning("the attempt is no longer ours", extra={"job_id": self.id, "attempt": self.attempt})
                 return
-            if not self._cancelled.is_set():
-                cancelled_at = moment
-            elif self._function_runs:
-                interrupted = self._enforce(moment - cancelled_at, interrupted)
 
     def _look(self) -> None:
         with db.reading() as view:
             if jobs.cancel_requested(view, self._held):
                 self._cancelled.set()
 
-    def _enforce(self, seconds: float, interrupted: bool) -> bool:
-        """Ends the function of an attempt that was cancelled so long ago; returns whether it has been interrupted."""
-        grace = settings().cancel_grace_seconds
-        if seconds >= grace + KILL_AFTER_SECONDS:
+    def _enforce(self, moment: float) -> None:
+        """One beat of a cancelled attempt whose function runs: each step has its time from the step before, also in a
+        process that stood still."""
+        if moment >= self._kill_at:
             self._end()
             interrupting.kill()
-        elif seconds >= grace and not interrupted:
+        elif moment >= self._interrupt_at and self._kill_at == math.inf:
+            self._kill_at = moment + KILL_AFTER_SECONDS
             interrupting.interrupt()
-            return True
-        return interrupted
+        elif self._interrupt_at == math.inf:
+            self._interrupt_at = moment + settings().cancel_grace_seconds
 
     def _extend(self) -> None:
         done, total = self._progress or (None, None)

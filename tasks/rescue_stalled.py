@@ -115,7 +115,8 @@ def _republish_lost_of(queue: str, now: datetime, free_since: dict[str, datetime
     if before is None:
         return 0
     with db.transaction() as tx:
-        lost = [row for row in outbox.published_before(tx, queue, before, BATCH) if outbox.republish(tx, row, now)]
+        lost = [row for row in outbox.published_before(tx, queue, before, BATCH)
+                if not _is_moving(tx, row) and outbox.republish(tx, row, now)]
         for row in lost:
             if row.task == states.RUN_JOB and row.published_at is not None:
                 jobs.note_published(tx, row.target_id, row.published_at)
@@ -124,6 +125,12 @@ def _republish_lost_of(queue: str, now: datetime, free_since: dict[str, datetime
         log.warning("lost message, published again", extra={
             "outbox_id": row.id, "task": row.task, "target_id": row.target_id, "queue": queue})
     return len(lost)
+
+
+def _is_moving(tx: Connection, row: outbox.Row) -> bool:
+    """Whether somebody moves the row's job at this moment, so that its message is not lost."""
+    return (row.task == states.RUN_JOB and jobs.find(tx, row.target_id) is not None
+            and jobs.hold(tx, row.target_id, wait=False) is None)
 
 
 def _lost_before(queue: str, now: datetime, free_since: dict[str, datetime]) -> datetime | None:

@@ -73,10 +73,22 @@ ACTS: dict[str, Callable[[Flow, str, Reached], None]] = {
     "submit": _submit, "publish the job": _relay, "run": _run, "publish the callback": _relay, "deliver": _deliver}
 
 
+def _cancel(flow: Flow, target: str, reached: Reached) -> None:
+    assert create_app().test_client().post(f"/jobs/{target}/cancel").status_code == 200
+
+
+def _redeliver(flow: Flow, target: str, reached: Reached) -> None:
+    assert create_app().test_client().post(f"/jobs/{target}/redeliver").status_code == 202
+
+
+# What a client may ask for beside; `target` is its job.
+ASKED: dict[str, Callable[[Flow, str, Reached], None]] = {"cancel": _cancel, "redeliver": _redeliver}
+
+
 def perform(act: str, flow: Flow, target: str = "", reached: Reached = lambda seam: None) -> None:
     """Does one act in this process. `target` is what its message names, for those that a message leads to."""
     with _seams(flow.kind, reached):
-        ACTS[act](flow, target, reached)
+        {**ACTS, **ASKED}[act](flow, target, reached)
 
 
 # --- the seams ---

@@ -11,6 +11,7 @@ from sqlalchemy import text
 from app import clock, db, deliveries, outbox, presence, schema
 from tasks import deliver_webhook, prune_expired, run_job
 from tasks.egress import Answer
+from tests.asking import cancel, redeliver
 from tests.conftest import World
 from tests.running import Crash, a_kind, die_in_mid_job, later, relay, run_to_end, submit
 from tests.test_delivering import finish
@@ -83,6 +84,14 @@ def a_job_runs_for_days(api: FlaskClient, world: World) -> str:
     job_id = submit(api, n=5)
     die_in_mid_job(job_id)
     put("jobs", "status = 'running'", started_at=-3 * 86_400)
+    return job_id
+
+
+def a_function_hears_nothing(api: FlaskClient, world: World) -> str:
+    job_id = submit(api, n=5)
+    die_in_mid_job(job_id)
+    cancel(api, job_id)
+    put("jobs", cancel_requested_at=-101)
     return job_id
 
 
@@ -359,6 +368,7 @@ BROKEN: dict[str, tuple[Story | None, list[Break]]] = {
     "a queued job has an outbox row": (the_job_runs, [the_row_of_a_job_is_gone]),
     "a running job has a living lease": (None, [a_worker_died_long_ago]),
     "a running job is within its time limit": (None, [a_job_runs_for_days]),
+    "a job that is to be cancelled ends": (None, [a_function_hears_nothing]),
     "a final job with a callback has a delivery": (the_callback_is_made_once, [a_delivery_is_gone]),
     "a delivery follows the end of its job": (None, [a_job_that_was_told_begins_anew]),
     "a delivery that waits has an outbox row": (the_callback_is_made_once, [
@@ -413,6 +423,21 @@ def jobs_wait_for_the_relay_and_for_a_worker(api: FlaskClient, world: World) -> 
 @healthy
 def a_job_runs(api: FlaskClient, world: World) -> None:
     die_in_mid_job(submit(api, n=5, callback_url=HOOK))
+
+
+@healthy
+def a_function_is_given_time_to_stop(api: FlaskClient, world: World) -> None:
+    a_function_hears_nothing(api, world)
+    put("jobs", cancel_requested_at=-95)
+
+
+@healthy
+def jobs_are_cancelled_while_they_wait(api: FlaskClient, world: World) -> None:
+    cancel(api, submit(api, n=5))
+    cancel(api, fail_once(api))
+    published = submit(api, n=5, callback_url=HOOK)
+    put("outbox", state="published", published_at=-36)
+    cancel(api, published)
 
 
 @healthy
@@ -502,6 +527,14 @@ def callbacks_are_made_and_wait(api: FlaskClient, world: World) -> None:
     deliver_webhook.run_once(done, post=lambda *_: Answer(204, None, b""))
     deliver_webhook.run_once(due_later, post=lambda *_: Answer(503, None, b""))
     hang(under_way)
+
+
+@healthy
+def ends_are_told_again(api: FlaskClient, world: World) -> None:
+    """One whose round is over, one whose round waits, one whose round is being made."""
+    callbacks_are_made_and_wait(api, world)
+    for (job_id,) in world.sql("SELECT id FROM jobs"):
+        assert redeliver(api, job_id).status_code == 202
 
 
 @healthy

@@ -55,6 +55,18 @@ def deaf(input: Nap, job: Job) -> None:
             time.sleep(until - time.monotonic())
 
 
+kind("stone", Nap)(deaf)
+
+
+@kind("heedful", Nap)
+def heedful(input: Nap, job: Job) -> dict[str, int]:
+    """Sleeps until it is told that nobody wants it any more."""
+    until = time.monotonic() + input.seconds
+    while time.monotonic() < until and not job.cancelled():
+        time.sleep(0.05)
+    return {"attempt": job.attempt}
+
+
 class Nothing(BaseModel):
     pass
 

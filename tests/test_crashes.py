@@ -123,13 +123,17 @@ def lead(house: House, flow: Flow, until: str = "", reached: Passed = lambda act
 
 def crash(house: House, flow: Flow, step: Step) -> None:
     target = lead(house, flow, until=step.act)
-    assert crashing.die(step.act, step.seam, flow, target) == -signal.SIGKILL
+    die(house, step.act, step.seam, flow, target)
+    if not step.kept:
+        assert {table: house.world.count(table) for table in TABLES} == dict.fromkeys(TABLES, 0)
+
+
+def die(house: House, act: str, seam: str, flow: Flow, target: str) -> None:
+    assert crashing.die(act, seam, flow, target) == -signal.SIGKILL
     # PostgreSQL hears of a death from the kernel, a moment later; until then the dead hold their locks.
     wait_until(lambda: house.world.dialect == "sqlite" or house.world.sql(
         "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid() "
         "AND xact_start IS NOT NULL") == [(0,)])
-    if not step.kept:
-        assert {table: house.world.count(table) for table in TABLES} == dict.fromkeys(TABLES, 0)
 
 
 def recover(house: House) -> None:
@@ -251,3 +255,55 @@ def test_the_table_names_every_seam_of_every_flow(house: House, flow: Flow) -> N
     lead(house, flow, reached=lambda act, seam: passed.append((act, seam)))
     assert passed == [(step.act, step.seam) for step in STEPS]
     assert left(house) == dict.fromkeys(UNFINISHED, 0) and len(house.receiver.hooks) == 1
+
+
+# --- what a client may ask for beside: each is one transaction ---
+
+ASKED_SEAMS = ("before commit 1", "after commit 1")
+every_asked_seam = pytest.mark.parametrize("seam", ASKED_SEAMS)
+
+
+def ask_again(house: House, act: str, job_id: str, code: int) -> None:
+    """The client has no answer from whoever died."""
+    assert house.api.post(f"/jobs/{job_id}/{act}").status_code == code
+    recover(house)
+    for message in list(house.messages):
+        consume(message, later(ROUND_SECONDS * (ROUNDS + 1)))
+    assert left(house) == dict.fromkeys(UNFINISHED, 0) and house.take() == []
+
+
+@every_asked_seam
+@pytest.mark.parametrize("attempts", [0, 1], ids=["queued", "running"])
+def test_a_job_is_cancelled_once_wherever_a_process_dies(house: House, seam: str, attempts: int) -> None:
+    flow = house.flow("/jobs", kind("primes"), n=5)
+    job_id = lead(house, flow, until="run")
+    if attempts:  # and its worker dies too
+        die(house, "run", "in mid-run", flow, job_id)
+    die(house, "cancel", seam, flow, job_id)
+    ask_again(house, "cancel", job_id, 200)
+    job = house.api.get(f"/jobs/{job_id}").json
+    assert (job["status"], job["error"]["code"], job["attempt"]) == ("failed", "cancelled", attempts)
+    job.pop("callback")
+    told_once(house, job, Step("cancel", seam))
+
+
+@every_asked_seam
+def test_an_end_is_told_once_more_wherever_a_process_dies(house: House, seam: str) -> None:
+    flow = house.flow("/jobs", kind("primes"), n=5)
+    lead(house, flow)
+    job_id = house.world.sql("SELECT id FROM jobs")[0][0]
+    die(house, "redeliver", seam, flow, job_id)
+    ask_again(house, "redeliver", job_id, 202)
+    first, second = house.receiver.hooks
+    assert first.body == second.body and first.headers["webhook-id"] != second.headers["webhook-id"]
+    assert house.world.sql("SELECT state, count(*) FROM deliveries GROUP BY state") == [("delivered", 2)]
+
+
+def test_each_of_them_is_one_transaction(house: House) -> None:
+    flow, passed = house.flow("/jobs", kind("primes"), n=5), list[str]()
+    lead(house, flow)
+    other = house.api.post("/jobs", json={"n": 5}).json["job_id"]
+    crashing.perform("redeliver", flow, house.world.sql("SELECT id FROM jobs WHERE status <> 'queued'")[0][0],
+                     passed.append)
+    crashing.perform("cancel", flow, other, passed.append)
+    assert passed == [*ASKED_SEAMS] * len(crashing.ASKED)
