@@ -97,16 +97,11 @@ def replay(owner: str, key: Key | None) -> Receipt | None:
         return None
     with db.reading() as view:
         first = idempotency.replay(view, owner, key.text, key.fingerprint)
-        job = None if first is None else jobs.find(view, first.job_id)
     if first is None:
         return None
     metrics.replayed()
-    _say_accepted(first.job_id, None if job is None else job.kind, replayed=True)
+    log.info("accepted", extra={"job_id": first.job_id, "replayed": True})
     return Receipt(first.job_id, first.note_id, first.body, replayed=True)
-
-
-def _say_accepted(job_id: str, kind: str | None, replayed: bool) -> None:
-    log.info("accepted", extra={"job_id": job_id, "kind": kind, "replayed": replayed})
 
 
 def _once(owner: str, key: Key | None, write: Write, now: datetime) -> Receipt:
@@ -120,7 +115,7 @@ def _once(owner: str, key: Key | None, write: Write, now: datetime) -> Receipt:
             raise
         return first
     metrics.submitted(job.kind)
-    _say_accepted(job.id, job.kind, replayed=False)
+    log.info("accepted", extra={"job_id": job.id, "kind": job.kind, "replayed": False})
     status.write(job, wake=True)
     return receipt
 
