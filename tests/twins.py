@@ -54,6 +54,7 @@ class Call:
         made: dict[str, Any] = {
             "REQUEST_METHOD": self.method, "PATH_INFO": path, "QUERY_STRING": self.query, "SCRIPT_NAME": "",
             "SERVER_NAME": "127.0.0.1", "SERVER_PORT": "8140", "SERVER_PROTOCOL": "HTTP/1.1",
+            "HTTP_HOST": "127.0.0.1:8140",
             "REMOTE_ADDR": "127.0.0.1", "wsgi.version": (1, 0), "wsgi.url_scheme": "http", "wsgi.multithread": True,
             "wsgi.multiprocess": False, "wsgi.run_once": False, "wsgi.errors": io.StringIO(),
             "wsgi.input": io.BytesIO(self.body), "wsgi.input_terminated": True}
