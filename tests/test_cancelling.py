@@ -6,6 +6,7 @@ import json
 import random
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -459,37 +460,33 @@ JOBS = 8
 CANCELS = 3  # of each job
 
 
-def race(api: FlaskClient, name: str, receiver: Receiver) -> dict[str, list[Any]]:
-    """Lets workers and cancellations loose on some jobs; returns the cancellations' answers of each."""
-    ids = [submit(api, name, callback_url=receiver.url) for _ in range(JOBS)]
-
-    def stop(job_id: str) -> Any:
-        time.sleep(random.uniform(0, 0.05))
-        return cancel(another(api), job_id)
-
-    calls = [functools.partial(run_job.run_once, job_id) for job_id in ids]
-    calls += [functools.partial(stop, job_id) for job_id in ids for _ in range(CANCELS)]
-    answers = all_at_once(calls)[JOBS:]
-    return {job_id: answers[place * CANCELS:(place + 1) * CANCELS] for place, job_id in enumerate(ids)}
-
-
-@pytest.mark.parametrize("ends", ["succeeds", "is tried again"])
-def test_of_cancellations_and_an_end_at_one_moment_one_wins(
-    api: FlaskClient, world: World, receiver: Receiver, ends: str,
+@pytest.mark.parametrize("moment", ["it begins", "it ends", "it is tried again"])
+def test_of_cancellations_and_a_worker_at_one_moment_one_wins(
+    api: FlaskClient, world: World, receiver: Receiver, moment: str,
 ) -> None:
+    near: dict[str, threading.Event] = defaultdict(threading.Event)
+
     def work(input: Any, job: kinds.Job) -> str:
-        time.sleep(random.uniform(0, 0.05))
-        if ends == "is tried again":
+        near[job.id].set()
+        time.sleep(random.uniform(0, 0.02))
+        if moment == "it is tried again":
             raise LookupError
         return "a result"
 
+    def stop(job_id: str) -> Any:
+        assert moment == "it begins" or near[job_id].wait(20)
+        time.sleep(random.uniform(0, 0.04))
+        return cancel(another(api), job_id)
+
     with a_checked_kind(work) as name:
-        answers = race(api, name, receiver)
-        for job_id, given in answers.items():
+        ids = [submit(api, name, callback_url=receiver.url) for _ in range(JOBS)]
+        calls = [functools.partial(run_job.run_once, job_id) for job_id in ids]
+        answers = all_at_once(calls + [functools.partial(stop, job_id) for job_id in ids * CANCELS])[JOBS:]
+        for place, job_id in enumerate(ids):
             cancelled = api.get(f"/jobs/{job_id}").json["status"] == "failed"
-            assert cancelled or ends == "succeeds"
-            assert [answer.status_code for answer in given] == [200 if cancelled else 409] * CANCELS
+            assert cancelled or moment != "it is tried again"
+            assert [answer.status_code for answer in answers[place::JOBS]] == [200 if cancelled else 409] * CANCELS
             assert not cancelled or ended_cancelled(api, world, job_id)
     assert deliver_all() == [] and world.count("outbox") == 0
-    assert sorted(json.loads(hook.body)["job_id"] for hook in receiver.hooks) == sorted(answers)
+    assert sorted(json.loads(hook.body)["job_id"] for hook in receiver.hooks) == sorted(ids)
     assert nothing_is_wrong(world)
