@@ -41,7 +41,8 @@ class Job(Protocol):
         """Tells clients how far the job is. Cheap: call it as often as you like."""
 
     def cancelled(self) -> bool:
-        """Whether this attempt should stop: its result is no longer wanted, since it is no longer the job's attempt."""
+        """Whether this attempt should stop, since its result is no longer wanted: the job was cancelled, or this is no
+        longer its attempt. A function that goes on is interrupted after CANCEL_GRACE_SECONDS."""
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ def ends_cancelled(site: Site, job_id: str, attempt: int = 1) -> bool:
     return (job["status"], job["error"]["code"], job["attempt"]) == ("failed", "cancelled", attempt)
 
 
+@pytest.mark.parametrize("site", ["sqlite"], indirect=True)
 def test_cancelled_functions_end_one_way_or_another_and_their_worker_goes_on(site: Site) -> None:
     site.env |= {"CANCEL_GRACE_SECONDS": "2", "WORKER_CONCURRENCY": "3"}
     stack = site.start("web", "worker", "courier", "beat", "hooksink")
