@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 from limits import parse_many
 from pydantic import BeforeValidator, Field, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+from redis import ConnectionPool
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError
 
@@ -199,7 +200,8 @@ def _url_of(value: str | None, schemes: tuple[str, ...], allowed: str) -> str | 
         well = parts.scheme in schemes and bool(parts.hostname) and (parts.port or 1) > 0
         if parts.scheme.startswith("redis"):
             well = well and (parts.path in ("", "/") or parts.path[1:].isdecimal())
-    except ValueError:
+            ConnectionPool.from_url(value).make_connection()  # which connects later
+    except (TypeError, ValueError):
         well = False
     if not well:
         raise ValueError(allowed)
@@ -226,8 +228,16 @@ def _one_line(error: ValidationError) -> str:
     if not first["loc"]:
         return allowed
     variable = str(first["loc"][0]).upper()
-    shown = "(hidden)" if variable in _SECRET_SETTINGS else repr(_given(variable))
+    shown = "(hidden)" if variable in _SECRET_SETTINGS else repr(without_secrets(_given(variable)))
     return f"{variable}={shown} cannot be used: {allowed}"
+
+
+def without_secrets(url: str) -> str:
+    """A URL, well-formed or not, without what may be a password in it."""
+    scheme, user = re.match(r"([^:/]*:?/{0,2})(.*)@|", url, re.DOTALL).groups()  # type: ignore[union-attr]
+    if user and ":" in user:
+        url = url.replace(f"{scheme}{user}@", f"{scheme}***@", 1)
+    return re.sub(r"\?.*", "?***", url, flags=re.DOTALL)
 
 
 def _given(variable: str) -> str:

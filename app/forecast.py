@@ -10,17 +10,18 @@ from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from typing import Any
 
-_LONG_AGO = datetime.min.replace(tzinfo=timezone.utc)
+LONG_AGO = datetime.min.replace(tzinfo=timezone.utc)
 
 
 @dataclass(frozen=True)
 class Queue:
     """A queue as it was: who waits since when, and in how many seconds each starts."""
 
+    slots: int = 1
     since: list[datetime] = field(default_factory=list)  # of those that wait, the longest first
     starts: list[float] = field(default_factory=lambda: [0.0])  # of each of them, and of one behind them all
     length: int = 0  # of the whole queue, of which `since` may be the first part
-    newest: datetime = _LONG_AGO
+    newest: datetime = LONG_AGO
 
     def seconds_before(self, since: datetime) -> float:
         """In how many seconds a job starts that waits since then. What is behind the known part is taken to be like

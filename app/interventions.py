@@ -33,7 +33,8 @@ def cancel(owner: str, job_id: str, now: datetime) -> tuple[Job, Delivery | None
         callback = None if job.callback_url is None else deliveries.latest_of_job(tx, job_id)
     if job.finished_at == now:
         metrics.ended(job)
-    status.write(job, callback, wake=job.final and callback is not None)
+    if job.final:  # of one that runs nothing changes that clients see, and the view may know its progress better
+        status.write(job, callback, wake=callback is not None)
     return job, callback
 
 
@@ -47,8 +48,8 @@ def _end_queued(tx: Connection, job: Job, now: datetime) -> Job:
 
 
 def redeliver(owner: str, job_id: str, now: datetime) -> Delivery:
-    """One more round of telling how the job ended, from now on; a round that is under way goes on with its next try now
-    instead of a second beside it. Returns the delivery.
+    """One more round of telling how the job ended, from now on; a round that waits for its next attempt makes it now
+    instead. Returns the delivery.
 
     Raises `errors.NotFound`, `errors.Expired`, `errors.Unfinished` and `errors.NoCallback`.
     """
@@ -60,10 +61,10 @@ def redeliver(owner: str, job_id: str, now: datetime) -> Delivery:
             raise Unfinished(f"the job is {job.status}")
         deliveries.hold(tx, deliveries.host_of(job.callback_url))
         latest = deliveries.latest_of_job(tx, job_id)
-        if latest is None or latest.finished_at is not None:
-            latest = deliveries.add(tx, job, now, now if latest is None else max(now, latest.created_at + _LATER))
-        else:
+        if latest is not None and latest.state == states.PENDING:
             latest = deliveries.hasten(tx, latest, now) or latest
+        else:
+            latest = deliveries.add(tx, job, now, now if latest is None else max(now, latest.created_at + _LATER))
         job = jobs.touch(tx, job_id)
     status.write(job, latest, wake=True)
     return latest

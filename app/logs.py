@@ -107,6 +107,8 @@ def configuration(process: str) -> dict[str, Any]:
         "root": {"level": "INFO", "handlers": ["stderr"]},
         "loggers": {
             **{name: {"level": "WARNING"} for name in _QUIET},
+            # The pool's, which passes nothing on: what nobody handles would be printed as it is.
+            "multiprocessing": {"level": "WARNING", "handlers": ["stderr"], "propagate": False},
             **{name: {"level": "CRITICAL"} for name in _SILENT},
         },
     }

@@ -276,7 +276,8 @@ class _All:
 
 
 def _counted() -> Iterable[Any]:
-    _made()
+    with _best_effort():
+        _made()
     files = glob.glob(f"{glob.escape(str(folder()))}/*.db")
     return _merged(files) or _merged([file for file in files if _readable([file])]) or []
 

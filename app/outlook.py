@@ -11,14 +11,14 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
-from sqlalchemy import Connection, bindparam, func, select
+from sqlalchemy import Connection, bindparam, func, select, text
 from sqlalchemy.exc import SQLAlchemyError
 
 from app import clock, db, forecast, kinds, presence, states, status
 from app.config import settings
 from app.errors import BacklogFull
 from app.forecast import Queue
-from app.schema import jobs
+from app.schema import jobs, outbox
 
 log = logging.getLogger("uketsuke.outlook")
 
@@ -27,6 +27,7 @@ _FRESH_SECONDS = 1.0
 _PAUSE_SECONDS = 5.0  # after a database that did not answer
 _LATELY = 20  # jobs of a kind, whose run times count
 _PLACES = 2000  # of a queue that are looked at one by one; what lies behind is taken to be alike
+_NEAR = 5000  # jobs below MAX_BACKLOG: more than are submitted in a second
 _HANDLING_SECONDS = 0.005  # what a job takes of its slot beside its run: message, claim, end
 
 
@@ -37,25 +38,36 @@ class Outlook:
     queues: Mapping[str, Queue] = field(default_factory=dict)
     run_seconds: Mapping[str, float] = field(default_factory=dict)
     backlog: int = 0
+    due_at: Mapping[str, datetime] = field(default_factory=dict)  # of jobs that wait for their next attempt
+    looked_at: datetime = forecast.LONG_AGO
 
     def seconds_left(
-        self, kind: str, created_at: datetime, started_at: datetime | None, now: datetime,
+        self, kind: str, created_at: datetime, started_at: datetime | None, now: datetime, job_id: str = "",
     ) -> int:
         """When it is worth asking again for an unfinished job of this kind, which runs since `started_at` or waits:
         whole seconds, 1 to MAX_SECONDS; 1 when nothing is known."""
-        known = kinds.registry().get(kind)
         run = self.run_seconds.get(kind, 0.0)
         if started_at is not None:
             seconds = forecast.left(run, (now - started_at).total_seconds())
+        elif (due_at := self.due_at.get(job_id)) is not None:
+            seconds = (due_at - now).total_seconds() + run
         else:
-            queue = self.queues.get(known.queue, Queue()) if known else Queue()
-            seconds = queue.seconds_before(created_at) + run
+            seconds = self._seconds_before(kind, created_at) + run
         return max(1, min(MAX_SECONDS, round(seconds)))
+
+    def _seconds_before(self, kind: str, created_at: datetime) -> float:
+        known = kinds.registry().get(kind)
+        if known is None or known.queue not in self.queues:
+            return 0.0
+        queue = self.queues[known.queue]
+        unseen = _accepted.get(known.queue, 0.0) / queue.slots if created_at > self.looked_at else 0.0
+        return queue.seconds_before(created_at) + unseen
 
 
 # --- the latest one ---
 
 _latest = Outlook()
+_accepted: dict[str, float] = {}  # the work in each queue that has come since, as far as this process can tell
 _look_again_at = 0.0
 _looking = threading.Lock()
 
@@ -68,6 +80,7 @@ def latest() -> Outlook:
             signs = _signs()
             with db.reading() as view:
                 _latest = look(view, clock.now(), signs)
+            _accepted.clear()
             _look_again_at = time.monotonic() + _FRESH_SECONDS
         except (SQLAlchemyError, OSError) as error:
             log.warning("no outlook", extra={"error": type(error).__name__})
@@ -81,20 +94,35 @@ def forget() -> None:
     """Makes the next outlook a new one."""
     global _latest, _look_again_at
     _latest, _look_again_at = Outlook(), 0.0
+    _accepted.clear()
 
 
-def refuse_beyond(most: int) -> None:
-    """Raises `errors.BacklogFull` when there are so many unfinished jobs, give or take those that are submitted at this
-    moment. Far below that the count may be a second old; near it each submission counts."""
-    backlog = latest().backlog
-    if backlog >= 0.9 * most - 1000:
-        with db.reading() as view:
-            backlog = _count_unfinished(view, most)
+def accepted(kind: str) -> None:
+    """A job of this kind was submitted, after the latest look. Other web processes take as many, for all that is
+    known."""
+    queue = kinds.registry()[kind].queue
+    work = _latest.run_seconds.get(kind, 0.0) + _HANDLING_SECONDS
+    _accepted[queue] = _accepted.get(queue, 0.0) + work * settings().web_workers
+
+
+def refuse_beyond(tx: Connection, most: int) -> None:
+    """Raises `errors.BacklogFull` when there are so many unfinished jobs. Far below that the count may be a second old;
+    near it nobody else submits until the transaction ends, and each submission counts."""
+    if _latest.backlog < most - _NEAR:
+        return
+    if tx.dialect.name == "postgresql":
+        tx.execute(_hold_backlog)
+    backlog = _count_unfinished(tx, most)
     if backlog >= most:
         raise BacklogFull(f"{backlog} jobs are unfinished")
 
 
 # --- looking ---
+
+_hold_backlog = text("SELECT pg_advisory_xact_lock(hashtextextended('backlog', 0))")
+_due_at = select(outbox.c.target_id, outbox.c.available_at).where(
+    outbox.c.state == states.WAITING, outbox.c.task == states.RUN_JOB, outbox.c.available_at > bindparam("now"),
+).order_by(outbox.c.available_at).limit(_PLACES)
 
 _waiting = select(jobs.c.created_at, jobs.c.kind).where(
     jobs.c.queue == bindparam("in_queue"), jobs.c.status == states.QUEUED).order_by(jobs.c.created_at).limit(_PLACES)
@@ -115,7 +143,8 @@ def look(view: Connection, now: datetime, signs: Iterable[Mapping[str, Any]]) ->
     queues: dict[str, Queue] = {}
     for names, slots in forecast.pools({kind.queue for kind in kinds.registry().values()}, signs):
         queues |= _queues(view, names, slots, [left for name in names for left in running[name]], run_seconds)
-    return Outlook(queues, run_seconds, _count_unfinished(view, settings().max_backlog))
+    due_at = {row.target_id: row.available_at for row in view.execute(_due_at, {"now": now})}
+    return Outlook(queues, run_seconds, _count_unfinished(view, settings().max_backlog), due_at, now)
 
 
 def _mean_run(view: Connection, kind: str) -> float | None:
@@ -134,9 +163,9 @@ def _queues(
     for name, rows in waiting.items():
         since = [row.created_at for row in rows]
         if len(since) < _PLACES:
-            found[name] = Queue(since, starts[name], len(since))
+            found[name] = Queue(max(1, slots), since, starts[name], len(since))
         else:
-            found[name] = Queue(since, starts[name], *view.execute(_length, {"in_queue": name}).one())
+            found[name] = Queue(max(1, slots), since, starts[name], *view.execute(_length, {"in_queue": name}).one())
     return found
 
 

@@ -77,13 +77,14 @@ def _client(pid: int) -> redis.Redis:
 
 
 def client() -> redis.Redis:
-    """This process's client: bounded, impatient, without retries."""
+    """This process's client: bounded, impatient, asking once."""
     return _client(os.getpid())
 
 
 @contextlib.contextmanager
-def best_effort(doing: str) -> Iterator[None]:
-    """Logs and swallows what Redis cannot do, or holds that cannot be read (ValueError)."""
+def best_effort(doing: str, **about: str) -> Iterator[None]:
+    """Logs and swallows what Redis cannot do, or holds that cannot be read (ValueError). The line has these fields
+    too."""
     global _away_until, _distrusted_until
     try:
         yield
@@ -91,7 +92,8 @@ def best_effort(doing: str) -> Iterator[None]:
         if isinstance(error, ConnectionAway | TimeoutAway | OSError):
             _away_until = time.monotonic() + _PAUSE_SECONDS
             _distrusted_until = time.monotonic() + UNFINISHED_TTL_SECONDS
-        log.warning("Redis did not do it", extra={"doing": doing, "error": f"{type(error).__name__}: {error}"})
+        # Not its message: a refusal repeats the command, which may hold a result.
+        log.warning("Redis did not do it", extra={"doing": doing, "error": type(error).__name__, **about})
 
 
 def away() -> bool:
@@ -126,7 +128,7 @@ def write(job: Job, callback: Delivery | None = None, wake: bool = False) -> boo
     fields: list[str | int] = [
         "job_id", job.id, "kind", job.kind, "status", job.status, "attempt", job.attempt, "owner", job.owner,
         "document", json.dumps(shown, ensure_ascii=False, separators=(",", ":"))]
-    with best_effort("write"), client().pipeline(transaction=False) as pipe:
+    with best_effort("write", job_id=job.id), client().pipeline(transaction=False) as pipe:
         pipe.eval(_WRITE, 1, key(job.id), job.version, left, as_of, *fields)
         if wake:
             _wake(pipe)
@@ -146,7 +148,7 @@ def read(job_id: str) -> View | None:
     """The job as Redis knows it; None when Redis is away, does not know it, or holds something else."""
     if away():
         return None
-    with best_effort("read"):
+    with best_effort("read", job_id=job_id):
         owner, text = client().hmget(key(job_id), "owner", "document")
         if owner is None or text is None:
             return None

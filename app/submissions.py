@@ -105,8 +105,8 @@ def replay(owner: str, key: Key | None) -> Receipt | None:
 
 
 def _once(owner: str, key: Key | None, write: Write, now: datetime) -> Receipt:
+    outlook.latest()  # before the transaction, in which a look would take too long
     try:
-        outlook.refuse_beyond(settings().max_backlog)
         job, receipt = _commit(owner, key, write, now)
     except (BacklogFull, IntegrityError):
         # A concurrent submission of the key was first, and has committed; without one it is an error.
@@ -122,6 +122,7 @@ def _once(owner: str, key: Key | None, write: Write, now: datetime) -> Receipt:
 
 def _commit(owner: str, key: Key | None, write: Write, now: datetime) -> tuple[Job, Receipt]:
     with db.transaction() as tx:
+        outlook.refuse_beyond(tx, settings().max_backlog)
         job, note_id, answer = write(tx)
         body = json.dumps(answer, ensure_ascii=False) + "\n"
         if key is not None:

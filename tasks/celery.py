@@ -11,6 +11,7 @@ import socket
 from collections.abc import Callable
 from typing import Any
 
+from billiard.exceptions import WorkerLostError
 from celery import Celery, signals
 from celery.concurrency import prefork
 from sqlalchemy.exc import DBAPIError
@@ -69,6 +70,14 @@ def _leave_stopping_to_the_parent(**_: Any) -> None:
 @signals.worker_process_shutdown.connect
 def _end_child(**_: Any) -> None:
     db.dispose()
+
+
+@signals.task_failure.connect
+def _say_who_died(sender: Any, exception: BaseException, args: tuple[Any, ...], **_: Any) -> None:
+    """Celery's own line does not say what the process was about."""
+    if isinstance(exception, WorkerLostError):
+        name = next(iter(inspect.signature(sender.run).parameters), "argument")
+        log.error("the process that ran the task died", extra={"task": sender.name, **dict(zip([name], args))})
 
 
 _consumer: Any = None  # this process's, between its start and its stop

@@ -490,3 +490,14 @@ def test_of_cancellations_and_a_worker_at_one_moment_one_wins(
     assert deliver_all() == [] and world.count("outbox") == 0
     assert sorted(json.loads(hook.body)["job_id"] for hook in receiver.hooks) == sorted(ids)
     assert nothing_is_wrong(world)
+
+
+@one_database
+def test_asking_a_job_to_stop_leaves_its_progress_in_the_view(api: FlaskClient) -> None:
+    def work(input: Any, job: kinds.Job) -> None:
+        job.progress(3, 10)
+        cancel(another(api), job.id)
+        assert another(api).get(f"/jobs/{job.id}").json["progress"] == {"done": 3, "total": 10}
+
+    with a_checked_kind(work) as kind:
+        run_job.run_once(submit(api, kind))

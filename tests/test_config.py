@@ -60,6 +60,18 @@ def test_a_wrong_secret_is_not_shown(monkeypatch: pytest.MonkeyPatch, name: str,
     assert value not in str(raised.value)
 
 
+@pytest.mark.parametrize("name,value", [
+    ("DATABASE_URL", "postgresql://bob:S3cret@h/db"), ("DATABASE_URL", "postgresql+psycopg://b:c@S3cret@h:bad/x"),
+    ("REDIS_URL", "redis://:S3cret@h:99999/0"), ("REDIS_URL", "http://:S3cret@h/0"),
+    ("BROKER_URL", "amqps//b:S3cret@h"), ("REDIS_URL", "redis://127.0.0.1/0?password=S3cret&x=1"),
+])
+def test_a_password_in_a_wrong_url_is_not_shown(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(WrongSetting, match=f"^{name}='.*[*][*][*].*' cannot be used: ") as raised:
+        config.settings()
+    assert "S3cret" not in str(raised.value)
+
+
 @pytest.mark.parametrize("host,tokens,starts", [
     ("127.0.0.1", "", True), ("::1", "", True), ("localhost", "", True), ("0.0.0.0", "", False), ("::", "", False),
     ("192.168.1.5", "", False), ("0.0.0.0", "ada:secret", True),

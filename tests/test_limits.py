@@ -19,6 +19,7 @@ from app import clock, config, outlook, status
 from app.api import create_app, rates
 from app.errors import WrongSetting
 from tasks import run_job
+from tests.asking import all_at_once, another
 from tests.conftest import World, one_database
 from tests.running import submit
 
@@ -253,6 +254,13 @@ def test_a_key_that_fills_the_backlog_is_answered_to_all_who_submit_it(world: Wo
         run_job.run_once(answers[0].json["job_id"])
 
 
+def test_concurrent_submissions_are_counted_exactly(world: World) -> None:
+    asking = client(world, MAX_BACKLOG=5)
+    answers = all_at_once([lambda: another(asking).post("/jobs", json={"n": 5})] * 30)
+    assert Counter(answer.status_code for answer in answers) == {202: 5, 503: 25}
+    assert world.count("jobs") == 5
+
+
 @one_database
 def test_far_below_the_limit_a_submission_counts_nothing(
     world: World, monkeypatch: pytest.MonkeyPatch,
@@ -351,3 +359,18 @@ def test_web_does_not_start_open_on_a_public_address(tmp_path: Path) -> None:
     assert ran.returncode == 2 and ran.stdout == ""
     assert ran.stderr.startswith("web: ") and "API_TOKENS" in ran.stderr and len(ran.stderr.splitlines()) == 1
     assert list(tmp_path.iterdir()) == []
+
+
+@one_database
+def test_asking_for_the_methods_of_a_route_needs_a_token_too(world: World) -> None:
+    asking = client(world, API_TOKENS="ada:secret")
+    assert asking.options("/jobs").status_code == 401
+    assert asking.options("/jobs", headers={"Authorization": "Bearer secret"}).headers["Allow"]
+    assert asking.options("/health").status_code == 200
+
+
+@one_database
+def test_whoever_watches_is_not_limited(world: World) -> None:
+    asking = client(world, RATE_LIMIT="1/hour")
+    assert [asking.get("/jobs").status_code for _ in range(2)] == [200, 429]
+    assert asking.get("/metrics").status_code == 200

@@ -445,3 +445,46 @@ def test_real_workers_keep_to_what_their_clients_were_told(site: Site) -> None:
 
 def moment(text: Any) -> datetime:
     return datetime.fromisoformat(str(text)).replace(tzinfo=timezone.utc)
+
+
+def test_who_waits_for_the_next_attempt_is_told_when_that_is_due(api: FlaskClient, world: World) -> None:
+    def fail(input: Any, job: kinds.Job) -> None:
+        raise LookupError
+
+    with a_kind(fail) as kind:
+        job_id = submit(api, kind)
+        run_job.run_once(job_id)
+        with db.transaction() as tx:
+            tx.execute(schema.outbox.update().values(available_at=clock.now() + timedelta(seconds=20)))
+        outlook.forget()
+        assert 18 <= int(api.get(f"/jobs/{job_id}").headers["Retry-After"]) <= 20
+
+
+@one_database
+def test_a_burst_is_not_told_what_the_first_of_it_is(api: FlaskClient, world: World) -> None:
+    """Between two looks a process counts what it has accepted itself."""
+    world.set(WEB_WORKERS=1)
+    for _ in range(3):
+        job_id = submit(api, n=5)
+        run_job.run_once(job_id)
+    world.sql("UPDATE jobs SET started_at = :at", at=(clock.now() - timedelta(seconds=2)).replace(tzinfo=None))
+    outlook.forget()
+    outlook.latest()
+    outlook._look_again_at = float("inf")
+    said = [int(api.post("/jobs", json={"n": 5}).headers["Retry-After"]) for _ in range(20)]
+    assert said == sorted(said) and 1 <= said[0] <= 4 and 30 <= said[-1] <= 50
+    outlook.forget()
+    assert 30 <= int(api.post("/jobs", json={"n": 5}).headers["Retry-After"]) <= 50  # so it is
+
+
+@one_database
+def test_a_repetition_whose_job_is_done_has_nothing_to_wait_for(api: FlaskClient, world: World) -> None:
+    job_id = submit(api, n=5)
+    keyed = {"json": {"n": 6}, "headers": {"Idempotency-Key": "k"}}
+    run_job.run_once(job_id)
+    world.sql("UPDATE jobs SET started_at = :at", at=(clock.now() - timedelta(seconds=9)).replace(tzinfo=None))
+    outlook.forget()
+    first = api.post("/jobs", **keyed)
+    assert int(first.headers["Retry-After"]) >= 8
+    run_job.run_once(first.json["job_id"])
+    assert api.post("/jobs", **keyed).headers["Retry-After"] == "1"

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterator
 from html.parser import HTMLParser
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 from flask import Flask
@@ -31,7 +32,7 @@ def problem(answer: TestResponse, name: str) -> dict[str, Any]:
     assert answer.content_type == "application/problem+json" and answer.headers["Cache-Control"] == "no-store"
     told: dict[str, Any] = answer.json
     assert told["type"] == f"/problems/{name}" and told["title"] == entry.title and told["status"] == entry.status
-    assert told["detail"] and told["instance"] == answer.request.path
+    assert told["detail"] and told["instance"] == quote(answer.request.path)
     assert told["request_id"] == answer.headers["X-Request-Id"]
     assert ("errors" in told) is (name == "invalid-input")
     assert all(flaw.keys() == {"pointer", "detail"} for flaw in told.get("errors", ()))

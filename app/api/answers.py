@@ -9,7 +9,7 @@ from urllib.parse import urlencode
 
 from flask import Response, request
 
-from app import clock, ids, jobs, outlook
+from app import clock, ids, jobs, outlook, states, status
 from app.submissions import Receipt
 
 
@@ -18,9 +18,9 @@ def address(path: str) -> str:
     return request.script_root + path
 
 
-def of_json(document: Mapping[str, Any], status: int = 200) -> Response:
+def of_json(document: Mapping[str, Any], code: int = 200) -> Response:
     """An answer with this document."""
-    return Response(json.dumps(document, ensure_ascii=False) + "\n", status, content_type="application/json")
+    return Response(json.dumps(document, ensure_ascii=False) + "\n", code, content_type="application/json")
 
 
 def page(name: str, documents: list[dict[str, Any]], cursor: object | None) -> Response:
@@ -33,17 +33,29 @@ def page(name: str, documents: list[dict[str, Any]], cursor: object | None) -> R
     return answer
 
 
-def retry_after(kind: str, created_at: datetime, started_at: datetime | None = None) -> str:
+def retry_after(
+    kind: str, created_at: datetime, started_at: datetime | None = None, job_id: str = "",
+) -> str:
     """The value of Retry-After for an unfinished job (RFC 9110 10.2.3): whole seconds."""
-    return str(outlook.latest().seconds_left(kind, created_at, started_at, clock.now()))
+    return str(outlook.latest().seconds_left(kind, created_at, started_at, clock.now(), job_id))
 
 
 def accepted(receipt: Receipt, kind: str) -> Response:
     """202, the same for every repetition of a key (RFC 9110 15.3.3)."""
-    created_at = ids.moment_of(receipt.job_id)
-    headers = {"Location": address(jobs.path(receipt.job_id)), "Retry-After": retry_after(kind, created_at)}
+    headers = {"Location": address(jobs.path(receipt.job_id)), "Retry-After": _ask_after(receipt, kind)}
     if receipt.note_id is not None:
         headers["Link"] = f'<{address(f"/notes/{receipt.note_id}")}>; rel="related"'
     if receipt.replayed:
         headers["Idempotent-Replayed"] = "true"
     return Response(receipt.body, 202, headers, content_type="application/json")
+
+
+def _ask_after(receipt: Receipt, kind: str) -> str:
+    if not receipt.replayed:
+        seconds = retry_after(kind, ids.moment_of(receipt.job_id))
+        outlook.accepted(kind)
+        return seconds
+    shown = status.read(receipt.job_id)
+    if shown is not None and shown.document["status"] in states.FINAL:
+        return "1"
+    return retry_after(kind, ids.moment_of(receipt.job_id), job_id=receipt.job_id)

@@ -160,7 +160,10 @@ def key_of(body: dict[str, Any]) -> Key | None:
     """The request's Idempotency-Key, with the fingerprint of the request that it stands for. Raises Problem
     `bad-idempotency-key`."""
     text = _key_text()
-    return None if text is None else Key(text, idempotency.fingerprint(request.method, str(request.url_rule), body))
+    if text is None:
+        return None
+    asked = {name: member for name, member in body.items() if name != "callback_url" or member is not None}
+    return Key(text, idempotency.fingerprint(request.method, str(request.url_rule), asked))
 
 
 def _key_text() -> str | None:

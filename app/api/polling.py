@@ -53,7 +53,7 @@ def answer(document: Document) -> Response:
     if document["status"] not in states.FINAL:
         started_at = document.get("started_at") if document["status"] == states.RUNNING else None
         made.headers["Retry-After"] = answers.retry_after(
-            document["kind"], _moment(document["created_at"]), started_at and _moment(started_at))
+            document["kind"], _moment(document["created_at"]), started_at and _moment(started_at), document["job_id"])
     elif "expires_at" in document:
         made.headers["Sunset"] = http_date(_moment(document["expires_at"]))  # RFC 8594
     made.headers["Vary"] = "Prefer"

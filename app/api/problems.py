@@ -6,6 +6,7 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import quote
 
 from flask import Blueprint, Flask, Response, g, render_template_string, request
 from sqlalchemy.exc import DBAPIError
@@ -82,7 +83,8 @@ def answer(problem: Problem) -> Response:
     root = request.script_root
     body = {
         "type": f"{root}/problems/{problem.name}", "title": entry.title, "status": entry.status,
-        "detail": problem.detail, "instance": root + request.path, "request_id": g.get("request_id"), **problem.extra}
+        "detail": problem.detail, "instance": quote(root + request.path), "request_id": g.get("request_id"),
+        **problem.extra}
     headers = dict(problem.headers)
     if entry.status == 503:
         headers.setdefault("Retry-After", str(RETRY_AFTER_SECONDS))

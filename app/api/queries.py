@@ -1,6 +1,7 @@
 """What the lists may be asked for."""
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal, TypeVar
 
 from flask import request
@@ -22,12 +23,19 @@ def _cursor(text: Any) -> Any:
     return text
 
 
+def _digits(text: Any) -> Any:
+    """A number in its one spelling; pydantic would take `+5`, `1_0` and `5.0` too."""
+    if isinstance(text, str) and not re.fullmatch("[1-9][0-9]{0,9}|0", text):
+        raise ValueError("must be a whole number")
+    return text
+
+
 class Page(BaseModel):
     """Which part of a list."""
 
     model_config = ConfigDict(extra="forbid")
 
-    limit: int = Field(20, ge=1, le=MAX_LIMIT, description="how many at most")
+    limit: Annotated[int, BeforeValidator(_digits)] = Field(20, ge=1, le=MAX_LIMIT, description="how many at most")
 
 
 class JobsQuery(Page):
@@ -43,7 +51,8 @@ class JobsQuery(Page):
 class NotesQuery(Page):
     """`GET /notes`."""
 
-    cursor: int | None = Field(None, ge=1, le=2**31 - 1, description="from the Link of the page before")
+    cursor: Annotated[int | None, BeforeValidator(_digits)] = Field(
+        None, ge=1, le=2**31 - 1, description="from the Link of the page before")
 
 
 def read(query: type[Asked]) -> Asked:

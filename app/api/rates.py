@@ -5,7 +5,7 @@ import functools
 import math
 import time
 
-from flask import g
+from flask import g, request
 from limits import RateLimitItem, parse_many
 from limits.storage import RedisStorage
 from limits.strategies import SlidingWindowCounterRateLimiter
@@ -14,6 +14,9 @@ from redis import ConnectionPool
 from app import config, status
 from app.api.problems import Problem
 from app.api.tokens import is_open
+
+
+_SCRAPE = "metrics.scrape"  # whoever watches must see also when an owner asks too much
 
 
 @functools.lru_cache(maxsize=2)
@@ -29,7 +32,7 @@ def _limits(text: str) -> list[RateLimitItem]:
 def require() -> None:
     """Before each request, after its owner is known. Raises the problem `rate-limited`, with when to come back."""
     limits = config.settings().rate_limit
-    if limits is None or is_open() or status.away():
+    if limits is None or is_open() or request.endpoint == _SCRAPE or status.away():
         return
     with status.best_effort("rate limit"):
         limiter = _limiter(status.client().connection_pool)
