@@ -2,6 +2,7 @@
 process, so that polling costs the database nothing more."""
 from __future__ import annotations
 
+import bisect
 import logging
 import threading
 import time
@@ -60,14 +61,25 @@ class Outlook:
         if known is None or known.queue not in self.queues:
             return 0.0
         queue = self.queues[known.queue]
-        unseen = _accepted.get(known.queue, 0.0) / queue.slots if created_at > self.looked_at else 0.0
-        return queue.seconds_before(created_at) + unseen
+        unseen = _accepted[known.queue].before(created_at) if created_at > self.looked_at else 0.0
+        return queue.seconds_before(created_at) + unseen / queue.slots
 
 
 # --- the latest one ---
 
+@dataclass(frozen=True)
+class Accepted:
+    """The work that a queue has got since the latest look, as far as this process can tell: how much by when."""
+
+    at: list[datetime] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=lambda: [0.0])
+
+    def before(self, created_at: datetime) -> float:
+        return self.seconds[bisect.bisect_left(self.at, created_at)]
+
+
 _latest = Outlook()
-_accepted: dict[str, float] = {}  # the work in each queue that has come since, as far as this process can tell
+_accepted: defaultdict[str, Accepted] = defaultdict(Accepted)
 _look_again_at = 0.0
 _looking = threading.Lock()
 
@@ -97,12 +109,13 @@ def forget() -> None:
     _accepted.clear()
 
 
-def accepted(kind: str) -> None:
+def accepted(kind: str, created_at: datetime) -> None:
     """A job of this kind was submitted, after the latest look. Other web processes take as many, for all that is
     known."""
-    queue = kinds.registry()[kind].queue
+    known = _accepted[kinds.registry()[kind].queue]
     work = _latest.run_seconds.get(kind, 0.0) + _HANDLING_SECONDS
-    _accepted[queue] = _accepted.get(queue, 0.0) + work * settings().web_workers
+    known.seconds.append(known.seconds[-1] + work * settings().web_workers)
+    known.at.append(max([created_at, *known.at[-1:]]))
 
 
 def refuse_beyond(tx: Connection, most: int) -> None:

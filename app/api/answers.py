@@ -52,8 +52,9 @@ def accepted(receipt: Receipt, kind: str) -> Response:
 
 def _ask_after(receipt: Receipt, kind: str) -> str:
     if not receipt.replayed:
-        seconds = retry_after(kind, ids.moment_of(receipt.job_id))
-        outlook.accepted(kind)
+        created_at = ids.moment_of(receipt.job_id)
+        seconds = retry_after(kind, created_at)
+        outlook.accepted(kind, created_at)
         return seconds
     shown = status.read(receipt.job_id)
     if shown is not None and shown.document["status"] in states.FINAL:
