@@ -59,8 +59,7 @@ class Client:
         self.session.trust_env = False
         self._request = self.session.request
         self.session.request = self._watched  # type: ignore[method-assign]
-        self.ask, self.run = names["ask"], names["run"]
-        self.Refused, self.Expired, self.Failed = names["Refused"], names["Expired"], names["Failed"]
+        self.result_of = names["result_of"]
 
     def _watched(self, method: str, url: str, **more: Any) -> requests.Response:
         self.waits.append(0)
@@ -74,7 +73,12 @@ class Client:
     def _pause(self, seconds: int) -> None:
         self.log.append(("pause", seconds))
         self.paused[-1] += seconds
+        assert len(self.log) < 200, "it goes on for ever"
         self.meanwhile(seconds)
+
+    def asked(self) -> list[tuple[str, int]]:
+        """The log without its pauses."""
+        return [(what, status) for what, status in self.log if what != "pause"]
 
     def was_polite(self) -> bool:
         """Whether it never asked again before the time that an answer had named."""

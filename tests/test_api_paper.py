@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from datetime import datetime
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
@@ -104,32 +105,76 @@ def test_the_client_as_it_stands_prints_the_result(desk: Desk, tmp_path: Path) -
     assert (ran.stdout, ran.stderr) == ("{'n': 100000, 'count': 9592}\n", "")
 
 
+def shell(folder: Path, program: str) -> subprocess.CompletedProcess[str]:
+    argv = ["/bin/sh", "-uc", program]
+    return subprocess.run(argv, cwd=folder, capture_output=True, text=True, timeout=60, check=False)
+
+
 def test_the_shells_client_as_it_stands_prints_the_job(desk: Desk, tmp_path: Path) -> None:
-    site = desk[0]
-    program = ["/bin/sh", "-euc", here(site, paper.blocks("sh")[0])]
-    ran = subprocess.run(program, cwd=tmp_path, capture_output=True, text=True, timeout=60)
-    assert json.loads(ran.stdout)["result"] == {"n": 100000, "count": 9592} and not ran.stderr
+    ran = shell(tmp_path, here(desk[0], paper.blocks("sh")[0]))
+    assert json.loads(ran.stdout)["result"] == {"n": 100000, "count": 9592}
+    assert (ran.stderr, ran.returncode) == ("", 0)
+
+
+def test_the_shells_client_finds_its_job_behind_a_prefix(desk: Desk, tmp_path: Path) -> None:
+    """And after an answer that was lost."""
+    program = paper.blocks("sh")[0].replace("invoice-4712", "prefix").replace("100000", "4002")
+    with paper.relay(desk[0].api, "/desk", lambda forward: None) as api:
+        ran = shell(tmp_path, program.replace("http://127.0.0.1:8140", api))
+    assert json.loads(ran.stdout)["result"]["n"] == 4002 and ran.returncode == 0
+
+
+@pytest.mark.parametrize(("key", "n", "problem"), [
+    ("another", "7", "key-reused"), ("none", '"abc"', "invalid-input")])
+def test_the_shells_client_prints_the_problem_of_a_refused_request(
+        desk: Desk, tmp_path: Path, key: str, n: str, problem: str) -> None:
+    desk[0].post("/jobs", {"n": 8}, Idempotency_Key="another")
+    program = here(desk[0], paper.blocks("sh")[0]).replace("invoice-4712", key).replace("100000", n)
+    ran = shell(tmp_path, program)
+    assert json.loads(ran.stdout)["type"] == f"/problems/{problem}"
+    assert (ran.stderr, ran.returncode) == ("", 1)
 
 
 def test_the_client_asks_no_more_often_than_it_is_told(desk: Desk) -> None:
-    """With `Prefer: wait` left out, so that it has to ask several times."""
-    site = desk[0]
     client = paper.Client(meanwhile=time.sleep)
-    ask = client._request
-    client._request = lambda *args, headers=None, **more: ask(  # type: ignore[method-assign]
-        *args, headers={**(headers or {}), "Prefer": ""}, **more)
-    assert client.run(f"{site.api}/jobs", {"kind": "nap", "seconds": 2.5}, "nap") == {"attempt": 1}
+    assert client.result_of(f"{desk[0].api}/jobs", {"kind": "nap", "seconds": 2.5}, "nap") == {"attempt": 1}
     assert client.waits[0] >= 1 and client.waits[-1] == 0 and len(client.waits) >= 3
     assert client.was_polite(), client.log
 
 
-def test_the_client_says_why_there_is_no_result(desk: Desk) -> None:
+def test_the_client_says_why_a_job_failed(desk: Desk) -> None:
     client = paper.Client(meanwhile=time.sleep)
-    with pytest.raises(client.Failed, match="^exception: MemoryError"):
-        client.run(f"{desk[0].api}/jobs", {"kind": "glutton"}, "glutton")
-    with pytest.raises(client.Refused, match="#/n"):
-        client.run(f"{desk[0].api}/jobs", {"n": -1}, "wrong")
-    assert client.log[-1] == ("POST", 422)  # and it did not ask again
+    with pytest.raises(ValueError, match='"exception", "message": "MemoryError'):
+        client.result_of(f"{desk[0].api}/jobs", {"kind": "glutton"}, "glutton")
+
+
+@pytest.mark.parametrize(("key", "n", "problem"), [("another", 7, "key-reused"), ("none", -1, "#/n")])
+def test_the_client_asks_once_what_is_refused(desk: Desk, key: str, n: int, problem: str) -> None:
+    desk[0].post("/jobs", {"n": 8}, Idempotency_Key="another")
+    client = paper.Client(meanwhile=time.sleep)
+    with pytest.raises(ValueError, match=problem):
+        client.result_of(f"{desk[0].api}/jobs", {"n": n}, key)
+    assert client.log == [("POST", 422)]
+
+
+def test_the_client_asks_again_what_a_proxy_answers_and_goes_nowhere_else() -> None:
+    def cut(handler: BaseHTTPRequestHandler, _: int) -> None:
+        handler.send_response(202)
+        handler.send_header("Content-Length", "100")
+        handler.end_headers()
+        handler.close_connection = True
+
+    moved = receivers.status(301, Location="/elsewhere")
+    answers = [cut, receivers.status(429), receivers.status(502), moved]
+    client = paper.Client(meanwhile=lambda _: None)
+    with receivers.receiver() as told:
+        told.respond = lambda handler, count: answers[count - 1](handler, count)
+        with pytest.raises(ValueError):
+            client.result_of(f"{told.url}/jobs", {"n": 1}, "moved")
+    assert client.log == [
+        ("POST", 0), ("pause", 2), ("POST", 429), ("pause", 2), ("POST", 502), ("pause", 2), ("POST", 301)]
+    assert {(hook.path, hook.headers["idempotency-key"], hook.body) for hook in told.hooks} == {
+        ("/jobs", "moved", b'{"n": 1}')}
 
 
 @pytest.mark.parametrize("kept", [False, True])
@@ -145,7 +190,7 @@ def test_a_server_that_dies_before_its_answer_makes_one_job(desk: Desk, kept: bo
     n, key = 4000 + kept, f"killed-{kept}"
     client = paper.Client(meanwhile=lambda _: site.wait_answering())
     with paper.relay(site.api, "/desk", lose) as api:
-        assert client.run(f"{api}/jobs", {"n": n}, key)["n"] == n
+        assert client.result_of(f"{api}/jobs", {"n": n}, key)["n"] == n
     assert client.log[0] == ("POST", 0) and ("POST", 202) in client.log
     assert site.sql(f"SELECT count(*) FROM jobs WHERE input LIKE '%{n}%'") == [(1,)]
     assert site.sql(f"SELECT count(*) FROM idempotency_keys WHERE key = '{key}'") == [(1,)]
@@ -164,38 +209,48 @@ def forget_rates(site: Site) -> None:
         server.flushdb()
 
 
+def cancel_all(site: Site) -> None:
+    forget_rates(site)
+    for job in site.get("/jobs?status=queued").json()["jobs"]:
+        cancel(site, job["job_id"])
+
+
 def cancel(site: Site, job_id: str) -> requests.Response:
     return site.session.post(f"{site.api}/jobs/{job_id}/cancel", timeout=30)
 
 
 def test_the_client_comes_back_when_there_is_less_to_do(narrow: Site) -> None:
-    client = a_client_of(narrow, lambda _: cancel(narrow, before))
-    before = narrow.submit(n=1)
-    answer = client.ask("POST", f"{narrow.api}/jobs", json={"n": 2}, headers={"Idempotency-Key": "busy"})
-    assert client.log == [("POST", 503), ("pause", 30), ("POST", 202)] and client.was_polite()
-    cancel(narrow, answer.json()["job_id"])
+    narrow.submit(n=1)
+    client = a_client_of(narrow, lambda _: cancel_all(narrow))
+    with pytest.raises((ValueError, LookupError)):  # cancelled, or expired since
+        client.result_of(f"{narrow.api}/jobs", {"n": 2}, "busy")
+    assert client.log[:3] == [("POST", 503), ("pause", 30), ("POST", 202)] and client.was_polite()
     assert narrow.sql("SELECT count(*) FROM jobs WHERE input LIKE '%2%'") == [(1,)]
 
 
 def test_the_client_comes_back_when_it_may_ask_again(narrow: Site) -> None:
-    client = a_client_of(narrow, lambda _: forget_rates(narrow))
+    client = a_client_of(narrow, lambda _: cancel_all(narrow))
     while narrow.get("/jobs").status_code != 429:
         pass
-    answer = client.ask("POST", f"{narrow.api}/jobs", json={"n": 3}, headers={"Idempotency-Key": "often"})
-    assert [what for what, _ in client.log] == ["POST", "pause", "POST"] and client.log[0][1] == 429
+    with pytest.raises((ValueError, LookupError)):
+        client.result_of(f"{narrow.api}/jobs", {"n": 3}, "often")
+    assert client.asked()[:2] == [("POST", 429), ("POST", 202)]
     assert client.waits[0] >= 1 and client.was_polite()
-    cancel(narrow, answer.json()["job_id"])
 
 
-def test_the_client_knows_a_job_that_has_expired(narrow: Site) -> None:
+def test_both_clients_know_a_job_that_has_expired(narrow: Site, tmp_path: Path) -> None:
     client = a_client_of(narrow, lambda _: None)
-    first = narrow.post("/jobs", {"n": 4}, Idempotency_Key="late")
-    ended = cancel(narrow, first.json()["job_id"]).json()
+    location = narrow.post("/jobs", {"n": 4}, Idempotency_Key="late").headers["Location"]
+    ended = cancel(narrow, location.split("/")[-1]).json()
     wait_until(lambda: clock.now() > datetime.fromisoformat(ended["expires_at"]))
-    with pytest.raises(client.Expired) as raised:
-        client.run(f"{narrow.api}/jobs", {"n": 4}, "late")
-    assert paper.masked(str(raised.value)) in map(paper.masked, paper.blocks("json"))
-    assert [status for what, status in client.log if what != "pause"] == [202, 410]
+    with pytest.raises(LookupError, match="no longer kept"):
+        client.result_of(f"{narrow.api}/jobs", {"n": 4}, "late")
+    assert client.asked() == [("POST", 202), ("GET", 410)]
+    program = here(narrow, paper.blocks("sh")[0]).replace("invoice-4712", "late").replace("100000", "4")
+    ran = shell(tmp_path, program.replace("curl ", "curl -H 'Authorization: Bearer secret' "))
+    assert ran.returncode == 1
+    assert {paper.masked(ran.stdout), paper.masked(narrow.get(location).text)} <= set(
+        map(paper.masked, paper.blocks("json")))
 
 
 # --- what it names ---
