@@ -73,7 +73,7 @@ class Client:
     def _pause(self, seconds: int) -> None:
         self.log.append(("pause", seconds))
         self.paused[-1] += seconds
-        assert len(self.log) < 200, "it goes on for ever"
+        assert len(self.log) < 100, "it goes on for ever"
         self.meanwhile(seconds)
 
     def asked(self) -> list[tuple[str, int]]:
