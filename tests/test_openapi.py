@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import configparser
+import contextlib
 import json
 import re
 import sys
@@ -18,7 +19,7 @@ from typing_extensions import Annotated
 
 from app import states
 from app.api import create_app, models, openapi, problems
-from tests import promised
+from tests import odd_inputs, promised
 from tests.conftest import World, one_database
 from tests.running import a_kind, submit
 
@@ -266,6 +267,48 @@ def test_a_kind_of_ones_own_is_a_variant_with_its_own_schema(world: World) -> No
             assert api.post("/jobs", json=body).status_code == 202 and takes.is_valid(body), body
         for body in ({"name": "x"}, {"kind": bed, "n": 5}, {"beds": {}}):
             assert api.post("/jobs", json=body).status_code == 422 and not takes.is_valid(body), body
+
+
+@one_database
+def test_the_schema_of_an_odd_kind_takes_what_its_validator_takes(world: World) -> None:
+    wrong = []
+    with contextlib.ExitStack() as stack:
+        tried = [(stack.enter_context(a_kind(print, input=model)), model, bodies) for model, bodies in odd_inputs.TRIED]
+        api = create_app().test_client()
+        document = api.get("/openapi.json").json
+        takes = body_of(document, "/jobs")
+        for schema in document["components"]["schemas"].values():
+            jsonschema_rs.meta.validate(schema)
+        for kind, model, bodies in tried:
+            for body in ({"kind": kind, "callback_url": None, **one} for one in bodies):
+                taken = api.post("/jobs", json=body).status_code
+                assert taken in (202, 422)
+                if takes.is_valid(body) is not (taken == 202):
+                    wrong.append((model.__name__, body, taken))
+    assert not wrong, wrong
+
+
+@one_database
+def test_a_kind_that_cannot_be_described_is_open_and_spoils_no_other(world: World, caplog: Any) -> None:
+    plain = openapi.document()
+    with contextlib.ExitStack() as stack:
+        names = [stack.enter_context(a_kind(print, input=model)) for model in odd_inputs.UNDESCRIBED]
+        document = create_app().test_client().get("/openapi.json").json
+    schemas = document["components"]["schemas"]
+    for name in names:
+        schema = schemas.pop(f"NewJob.{name}")
+        assert "cannot be said" in schema["description"] and schema["required"] == ["kind"]
+        assert validator(document, schema).is_valid({"kind": name, "a": 5, "more": [1]})
+        assert not validator(document, schema).is_valid({"kind": "primes", "a": 5})
+    assert schemas == plain["components"]["schemas"]
+    said = [record for record in caplog.records if record.msg == "an input cannot be described"]
+    assert {record.schema for record in said} == {f"NewJob.{name}" for name in names}
+    assert "secret" not in "".join(str(record.__dict__) for record in said)
+
+
+@one_database
+def test_metrics_are_neither_limited_nor_away(api: FlaskClient) -> None:
+    assert set(api.get("/openapi.json").json["paths"]["/metrics"]["get"]["responses"]) == {"200", "400", "401", "500"}
 
 
 @one_database

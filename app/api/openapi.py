@@ -21,9 +21,9 @@ VERSION = "0.1.0"
 _ABOUT = """The reception desk for work that takes its time: a `202` means that the job is kept, whatever dies from here
 on.
 
-Every error is a problem (RFC 9457) whose `type` leads to a page that explains it. HEAD works wherever GET does. JSON is
-read strictly: UTF-8, no member twice, no NaN, no NUL and no half of a surrogate pair in a text, at most 1 MiB and 32
-levels."""
+Every error is a problem (RFC 9457) whose `type` leads to a page that explains it. HEAD works wherever GET does. OPTIONS
+is answered with `Allow`, and so is a method that an address does not have (405). JSON is read strictly: UTF-8, no
+member twice, no NaN, no NUL and no half of a surrogate pair in a text, at most 1 MiB and 32 levels."""
 _TAGS = {
     "jobs": "Work that was asked for.", "notes": "Texts with a history.", "service": "What the service says of itself."}
 

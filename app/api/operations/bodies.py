@@ -1,18 +1,23 @@
 """What POST takes, described by the models that validate it."""
 from __future__ import annotations
 
+import json
+import logging
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from openapi_pydantic.v3.v3_1 import Example, MediaType, RequestBody, Schema
 from pydantic import BaseModel
-from pydantic.errors import PydanticInvalidForJsonSchema
 
+from app import logs
+from app.api.operations import merging
 from app.api.operations.parts import reference
 from app.endpoints import MAX_URL_LENGTH
 from app.kinds import Kind
 
-_TEXT = "^[^\\u0000]*$"  # what the door takes in any text; halves of surrogate pairs cannot be written here
+log = logging.getLogger("uketsuke.api")
+
 _URL = r"^[Hh][Tt][Tt][Pp][Ss]?://[^/?#@\s\\]+([/?][^#\s]*)?$"
 
 CALLBACK_URL = {
@@ -20,9 +25,8 @@ CALLBACK_URL = {
                    "not an address of a private network unless CALLBACK_ALLOW opens it.",
     "anyOf": [{"type": "string", "format": "uri", "pattern": _URL, "maxLength": MAX_URL_LENGTH}, {"type": "null"}]}
 
-_ONE = ("items", "additionalProperties", "contains", "not", "if", "then", "else", "propertyNames")
-_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
-_MAPS = ("properties", "patternProperties", "$defs", "dependentSchemas")
+_UNSAID = "What it takes cannot be said here: the service says it when it refuses."
+_REFERENCE = re.compile(r'"\$ref": "([^"]*)"')
 
 Schemas = dict[str, dict[str, Any]]
 
@@ -60,39 +64,23 @@ def _variant(kind: Kind, default: str) -> Schemas:
 
 
 def _named(name: str, model: type[BaseModel], more: Mapping[str, Any], required: list[str]) -> Schemas:
-    """The model's schema with further members, and those that it refers to, all as strict as the door."""
-    prefix = f"Part.{name}."
+    """The model's schema with further members, and those that it refers to, all as strict as the door. It is an open
+    one when there is no other: one model takes the document from nobody."""
     try:
-        schema = model.model_json_schema(ref_template=f"#/components/schemas/{prefix}{{model}}")
-    except PydanticInvalidForJsonSchema:  # it validates what no schema can describe
-        schema = {"type": "object", "description": model.__doc__ or "", "properties": {}, "additionalProperties": True}
-    definitions = schema.pop("$defs", {})
-    if "$ref" in schema:  # a model that holds itself
-        schema = dict(definitions[schema["$ref"].removeprefix(f"#/components/schemas/{prefix}")])
-    strict = _as_the_door(schema)
-    if schema.get("additionalProperties") is True and not schema["properties"]:
-        strict["additionalProperties"] = True
-    strict["properties"] = {**more, **strict.get("properties", {})}
-    strict["required"] = [*required, *strict.get("required", [])]
-    return {name: strict, **{f"{prefix}{key}": _as_the_door(value) for key, value in definitions.items()}}
+        found = merging.of_model(name, model, more, required)
+        check(found)
+        return found
+    except Exception as error:  # whatever a stranger's model does when it is asked what it takes
+        log.warning("an input cannot be described", extra={"schema": name, **logs.where(error)})
+        return {name: {"type": "object", "description": _UNSAID, "properties": dict(more), "required": required}}
 
 
-def _as_the_door(schema: Any) -> Any:
-    """As pydantic describes it, and as the door reads it: no unknown members, no NUL in a text."""
-    if not isinstance(schema, dict):
-        return schema
-    made = dict(schema)
-    for key in _ONE:
-        if key in made:
-            made[key] = _as_the_door(made[key])
-    for key in _LISTS:
-        if key in made:
-            made[key] = [_as_the_door(one) for one in made[key]]
-    for key in _MAPS:
-        if key in made:
-            made[key] = {name: _as_the_door(one) for name, one in made[key].items()}
-    if "properties" in made:
-        made["additionalProperties"] = False
-    if made.get("type") == "string" and not {"pattern", "enum", "const", "format"} & set(made):
-        made["pattern"] = _TEXT
-    return made
+def check(schemas: Schemas) -> None:
+    """Raises when this is not JSON, not JSON Schema, or refers to what is not there."""
+    text = json.dumps(schemas, ensure_ascii=False, allow_nan=False)
+    text.encode()
+    for schema in schemas.values():
+        Schema.model_validate(schema)
+    missing = set(_REFERENCE.findall(text)) - {f"#/components/schemas/{name}" for name in schemas}
+    if missing:
+        raise ValueError("a reference leads nowhere")

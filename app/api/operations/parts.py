@@ -124,11 +124,13 @@ def _example(name: str, instance: str) -> dict[str, Any]:
 def operation(
     operation_id: str, tag: str, summary: str, answers: Mapping[int, Response], refusals: Iterable[str] = (), *,
     description: str | None = None, parameters: Iterable[Parameter] = (), body: RequestBody | None = None,
-    instance: str = "/", open: bool = False, with_body: bool = True, closed: bool = False,
+    instance: str = "/", open: bool = False, limited: bool = True, with_body: bool = True,
+    closed: bool = False,
 ) -> Operation:
-    """One operation. One that is not open needs a token, if the service has any (`closed`), and counts against its
-    owner's rate."""
-    names = [*refusals, "bad-request", *([] if open else ["unauthorized", "rate-limited", "unavailable"]), "internal"]
+    """One operation. One that is not open needs a token, if the service has any (`closed`); one that is `limited` too
+    counts against its owner's rate, and asks the database."""
+    guards = [] if open else ["unauthorized", *(["rate-limited", "unavailable"] if limited else [])]
+    names = [*refusals, "bad-request", *guards, "internal"]
     asked: list[dict[str, list[str]]] = [] if open else [{SECURITY: []}] if closed else [{}, {SECURITY: []}]
     return Operation(
         operationId=operation_id, tags=[tag], summary=summary, description=description,

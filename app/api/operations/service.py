@@ -38,7 +38,7 @@ def paths(closed: bool) -> dict[str, PathItem]:
                     "status": "not ready", "parts": _PARTS})})),
         "/metrics": PathItem(get=operation(
             "getMetrics", "service", "Counters and histograms for Prometheus", closed=closed, instance="/metrics",
-            answers={200: _metrics()})),
+            limited=False, answers={200: _metrics()})),
         "/openapi.json": PathItem(get=public("getOpenApi", summary="This document", answers={
             200: answer("OpenAPI 3.1.", OpenApi)})),
         "/docs": PathItem(get=public("getDocs", summary="A page to read and try this document", answers={
