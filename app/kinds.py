@@ -6,9 +6,10 @@ import importlib
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from types import UnionType
+from typing import Annotated, Any, Protocol, Union, get_args, get_origin
 
-from pydantic import AliasChoices, AliasPath, BaseModel
+from pydantic import AliasChoices, AliasPath, BaseModel, RootModel
 
 from app.config import settings
 from app.errors import UketsukeError, WrongKind
@@ -111,6 +112,8 @@ def _add(new: Kind) -> None:
 
 def _members(model: type[BaseModel]) -> set[str]:
     """Every name under which a member may be given."""
+    if issubclass(model, RootModel):
+        return {name for found in _models_in(model.model_fields["root"].annotation) for name in _members(found)}
     names: set[str] = set()
     for field, info in model.model_fields.items():
         names |= {field, info.alias or field}
@@ -118,6 +121,15 @@ def _members(model: type[BaseModel]) -> set[str]:
         for alias in validation.choices if isinstance(validation, AliasChoices) else [validation]:
             names.add(str(alias.path[0] if isinstance(alias, AliasPath) else alias))
     return names
+
+
+def _models_in(annotation: Any) -> list[type[BaseModel]]:
+    """Those that a value of this type may be, of a union each."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    if get_origin(annotation) in (Union, UnionType, Annotated):
+        return [model for choice in get_args(annotation) for model in _models_in(choice)]
+    return []
 
 
 @functools.lru_cache(maxsize=1)

@@ -3,18 +3,19 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Union
 
 import pytest
 from flask.testing import FlaskClient
-from pydantic import AliasChoices, AliasPath, BaseModel, Field
+from pydantic import AliasChoices, AliasPath, BaseModel, Field, RootModel, field_validator
 
 from app import kinds
 from app.errors import WrongKind
 from tasks.primes import count
 from tests.conftest import World, one_database
-from tests.running import Anything, run_to_end, submit
+from tests.running import Anything, a_kind, run_to_end, submit
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
@@ -105,10 +106,15 @@ class Pathed(BaseModel):
     url: str = Field(validation_alias=AliasPath("kind", 0))
 
 
+class Rooted(RootModel[Union[Anything, Annotated[Kinded, "of two"], None]]):
+    pass
+
+
 @pytest.mark.parametrize("name,model,limits,words", [
     ("primes", Anything, {}, "taken by tasks.primes"), ("x y", Anything, {}, "a name is"), ("", Anything, {}, "a name"),
     ("k", Kinded, {}, "a member called kind"), ("k", Aliased, {}, "a member called callback_url"),
     ("k", Chosen, {}, "a member called callback_url"), ("k", Pathed, {}, "a member called kind"),
+    ("k", Rooted, {}, "a member called kind"),
     ("k", Anything, {"time_limit": float("nan")}, "time_limit"), ("k", Anything, {"time_limit": 10**9}, "time_limit"),
     ("k", Anything, {"queue": "q" * 101}, "queue"), ("k", Anything, {"queue": ""}, "queue"),
     ("k", Anything, {"max_attempts": 0}, "max_attempts"), ("k", Anything, {"time_limit": 0}, "time_limit"),
@@ -122,6 +128,50 @@ def test_a_kind_that_cannot_be_registered(
     with pytest.raises(WrongKind, match=words) as raised:
         kinds.kind(name, model, **limits)(lambda input, job: None)
     assert "\n" not in str(raised.value)
+
+
+class Wordless(ValueError):
+    def __str__(self) -> str:
+        raise LookupError("sec" + "ret")
+
+
+def _endlessly() -> None:
+    _endlessly()
+
+
+def _raise(error: BaseException) -> None:
+    raise error
+
+
+BROKEN: dict[str, Callable[[], None]] = {
+    "RuntimeError": lambda: _raise(RuntimeError("sec" + "ret")), "KeyError": lambda: _raise(KeyError("sec" + "ret")),
+    "RecursionError": _endlessly, "SystemExit": lambda: _raise(SystemExit("sec" + "ret")),
+    "Refused": lambda: _raise(kinds.Refused("sec" + "ret")), "LookupError": lambda: _raise(Wordless())}
+
+
+class Broken(BaseModel):
+    how: str
+
+    @field_validator("how")
+    @classmethod
+    def _break(cls, value: str) -> str:
+        BROKEN[value]()
+        return value
+
+
+@pytest.mark.parametrize("how", BROKEN)
+@one_database
+def test_a_validator_that_breaks_refuses_the_input(api: FlaskClient, world: World, caplog: Any, how: str) -> None:
+    with a_kind(print, input=Broken) as name:
+        answer = api.post("/jobs", json={"kind": name, "how": how}, headers={"Idempotency-Key": "a"})
+    assert answer.status_code == 422 and answer.json["type"].endswith("/invalid-input")
+    assert answer.json["errors"] == [{"pointer": "#", "detail": "cannot be validated"}]
+    assert api.get("/jobs").json["jobs"] == []
+    again = api.post("/jobs", json={"n": 5}, headers={"Idempotency-Key": "a"})
+    assert again.status_code == 202  # the key stands for nothing yet
+    (line,) = [record for record in caplog.records if record.levelname == "ERROR"]
+    assert (line.kind, line.error) == (name, how) and "test_kinds.py" in line.stack
+    assert "secret" not in str(line.__dict__) and "secret" not in answer.text
 
 
 @pytest.mark.parametrize("program,words", [

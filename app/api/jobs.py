@@ -2,16 +2,18 @@
 from __future__ import annotations
 
 import json
+import logging
 from typing import Any
 
 from flask import Blueprint, Response
 from pydantic import ValidationError
 
-from app import clock, db, deliveries, ids, interventions, jobs, kinds, ownership, pages, status, submissions
+from app import clock, db, deliveries, ids, interventions, jobs, kinds, logs, ownership, pages, status, submissions
 from app.api import answers, door, polling, queries, shutdown, tokens
 from app.errors import Flaw, InvalidInput
 from app.kinds import Kind
 
+log = logging.getLogger("uketsuke.api")
 blueprint = Blueprint("jobs", __name__)
 
 DEFAULT_KIND = "primes"
@@ -27,12 +29,23 @@ def submit() -> Response:
     members = dict(given)
     kind = _kind(members.pop("kind"))
     callback_url = door.callback_url(members)
-    try:
-        kinds.read_input(kind, json.dumps(members))
-    except ValidationError as error:
-        raise door.flaws(error) from None
+    if (refusal := _refusal(kind, json.dumps(members))) is not None:
+        raise refusal
     receipt = submissions.submit_job(tokens.owner(), kind, members, callback_url, key, clock.now())
     return answers.accepted(receipt, kind.name)
+
+
+def _refusal(kind: Kind, text: str) -> InvalidInput | None:
+    """What is wrong with an input. A kind's own validators may raise anything: then it is no input either."""
+    try:
+        try:
+            kinds.read_input(kind, text)
+        except ValidationError as error:
+            return door.flaws(error)  # whose messages may be a stranger's exceptions
+    except (Exception, SystemExit) as error:
+        log.error("an input cannot be validated", extra={"kind": kind.name, **logs.where(error)})
+        return InvalidInput([Flaw("#", "cannot be validated")])
+    return None
 
 
 def _kind(name: Any) -> Kind:
