@@ -1,6 +1,7 @@
 """Inputs that a kind may have, and that are hard to describe: models, each with members that are to be tried."""
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any, Literal, NamedTuple, Optional, Union
@@ -51,6 +52,10 @@ class Numbers(RootModel[dict[str, int]]):
 
 
 class Named(RootModel[dict[Annotated[str, StringConstraints(pattern="^[xyz]+$", max_length=2)], int]]):
+    pass
+
+
+class Bounded(RootModel[Annotated[dict[str, int], Field(min_length=1, max_length=2)]]):
     pass
 
 
@@ -117,6 +122,12 @@ class Stripped(BaseModel):
     s: Annotated[str, StringConstraints(strip_whitespace=True, max_length=2, pattern="^a+$")] = "a"
     t: Annotated[str, StringConstraints(to_lower=True, max_length=2, pattern="^[A-Z]*$")] = ""
     u: str = Field(default="", pattern="(?i)^b*$")
+    v: str = Field(default="", pattern=re.compile("^b*$", re.IGNORECASE))
+
+
+class AllStripped(BaseModel):
+    model_config = ConfigDict(str_strip_whitespace=True)
+    s: str = Field(max_length=1)
 
 
 class Listed(BaseModel):
@@ -162,6 +173,7 @@ TRIED: list[tuple[type[BaseModel], list[Any]]] = [
     (Union_, _CATS), (Tagged, _CATS), (Perhaps, _CATS), (OneCat, _CATS), (Mixed, _CATS),
     (AnyNames, [{}, {"a": 1}, {"a": {"b": None}}]), (Numbers, [{}, {"a": 1}, {"a": "x"}]), (NoObject, [{}, {"a": 1}]),
     (Named, [{}, {"x": 1}, {"xyz": 1}, {"a": 1}, {"x": "x"}]),
+    (Bounded, [{}, {"a": 1}, {"a": 1, "b": 1}]), (AllStripped, [{"s": " a "}, {"s": "a"}, {}]),
     (Paths, [{"cc": {"d": 3}}, {"cc": {"d": 3, "e": 4}}, {"cc": {"d": "x"}}, {"cc": {}}, {"cc": [3]}, {"cc": 3}, {},
              {"a": 3}, {"c": 3}, *({"cc": {"d": 3}, **more} for more in (
                  {"l": [0, 1]}, {"l": [0, "x"]}, {"l": [0]}, {"l": {}}, {"b": 1}, {"last": [1]}, {"last": []}))]),
@@ -176,7 +188,7 @@ TRIED: list[tuple[type[BaseModel], list[Any]]] = [
             {"pet": {"m": 1}, "same": {"x": 1}}, {"pet": {"m": 1}, "same": {"x": "y"}}]),
     (Sets, [{"s": [1, 1]}, {"s": ["x"]}, {"f": ["a", "a"]}, {"s": {}}]),
     (Money, [{"d": text} for text in (*_TEXTS, 1, 1.5, -2, True, None, [])]), (AnyMoney, [{"d": "NaN"}, {"d": "inf"}]),
-    (Stripped, [{"s": " aa "}, {"t": "AB"}, {"t": "ab"}, {"t": "ABC"}, {"u": "B"}, {"s": 5}]),
+    (Stripped, [{"s": " aa "}, {"t": "AB"}, {"t": "ab"}, {"t": "ABC"}, {"u": "B"}, {"v": "B"}, {"s": 5}]),
     (Listed, [{"names": "a b"}, {"names": ["a"]}, {}]), (Renamed, [{"old": 1}, {"a": 1}]),
     (Places, [{"point": {"x": 1}}, {"point": {"x": 1, "y": 1}}, {"point": [1]}, {"pair": {"x": 1}}, {"pair": {}},
               {"pair": {"x": 1, "y": 1}}, {"corner": [1]}, {"corner": [1, 2]}, {"corner": {"x": 1}}, {"corner": 5}]),
@@ -185,6 +197,15 @@ TRIED: list[tuple[type[BaseModel], list[Any]]] = [
 
 class Dangling(BaseModel):
     a: Annotated[int, WithJsonSchema({"$ref": "#/nowhere"})]
+
+
+class Elsewhere(BaseModel):
+    a: Annotated[int, WithJsonSchema({"$ref": "https://schemas.example/a.json"})]
+
+
+class Patterned(RootModel[Annotated[dict[str, int], WithJsonSchema(
+        {"type": "object", "patternProperties": {"^a": {"type": "integer"}, "^m": {"type": "string"}}})]]):
+    pass
 
 
 class Unwritable(BaseModel):
@@ -209,4 +230,11 @@ class Endless(BaseModel):
     a: float = Field(default=float("inf"), ge=-1e400)
 
 
-UNDESCRIBED: list[type[BaseModel]] = [Dangling, Unwritable, NoSchema, Composed, Raising, Endless]
+class Kept(RootModel[Point]):
+    @classmethod
+    def __get_pydantic_json_schema__(cls, schema: Any, handler: Any) -> Any:
+        return {"type": "object", "properties": {"kind": {"type": "integer"}}}
+
+
+UNDESCRIBED: list[type[BaseModel]] = [
+    Dangling, Elsewhere, Patterned, Unwritable, NoSchema, Composed, Raising, Endless, Kept]
