@@ -6,7 +6,7 @@ ONLY ?=
 FIX ?=
 export SEED DATABASE ROUNDS SCALE FAULTS
 
-.PHONY: help setup run test test-story test-rest chaos verify doctor lint lock clean
+.PHONY: help setup run test test-story test-endurance test-rest chaos verify doctor lint lock clean
 
 help:
 	@echo "make run      set up and start everything (ONLY=\"web courier ...\" for some lines)"
@@ -37,16 +37,21 @@ run: $(VENV)/.runs
 	@exec $(BIN)/python -m app.stack $(ONLY)
 
 test: $(VENV)/.tests lint
-	@exec $(MAKE) --no-print-directory --jobs 2 --keep-going test-story test-rest
+	@exec $(MAKE) --no-print-directory --jobs 3 --keep-going test-story test-endurance test-rest
 
-STORY = $(patsubst %,tests/test_%.py,acceptance readme storm crashes doctor)
+STORY = $(patsubst %,tests/test_%.py,acceptance readme crashes doctor)
 
-# Two halves that take about as long, each with servers of its own.
+ENDURANCE = $(patsubst %,tests/test_%.py,endurance storm schemathesis enforcing)
+
+# Three parts that take about as long, each with servers of its own: much of the first two is waiting.
 test-story:
 	@exec $(BIN)/python -m pytest $(STORY)
 
+test-endurance:
+	@exec $(BIN)/python -m pytest $(ENDURANCE)
+
 test-rest:
-	@exec $(BIN)/python -m pytest $(STORY:%=--ignore=%)
+	@exec $(BIN)/python -m pytest $(STORY:%=--ignore=%) $(ENDURANCE:%=--ignore=%)
 
 chaos: $(VENV)/.tests
 	@exec $(BIN)/python -m tests.storm
