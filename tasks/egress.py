@@ -20,6 +20,7 @@ from app import endpoints
 from app.errors import EndpointRefused
 
 CONNECT_SECONDS = 3.0
+_NET_SECONDS = 1.0  # below the deadline, which ends every wait sooner and says so
 MAX_ANSWER_BYTES = 64 * 1024
 _CHUNK_BYTES = 4096
 _POOLS = 32  # hosts whose connections are kept
@@ -55,7 +56,7 @@ def post(url: str, body: bytes, headers: dict[str, str], timeout: float) -> Answ
         try:
             with session.post(
                 url, data=body, headers={**headers, "Content-Type": "application/json"}, stream=True,
-                allow_redirects=False, timeout=(CONNECT_SECONDS, timeout),
+                allow_redirects=False, timeout=(CONNECT_SECONDS, timeout + _NET_SECONDS),
             ) as response:
                 code = response.status_code
                 excerpt = _read(response)
