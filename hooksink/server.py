@@ -1,4 +1,5 @@
-"""The routes: `POST /` and `POST /<anything>` take hooks; some paths misbehave, so that a person can see repeated attempts."""
+"""The routes: `POST /` and `POST /<anything>` take hooks; some paths misbehave, so that a person can see
+repeated attempts."""
 from __future__ import annotations
 
 import json
