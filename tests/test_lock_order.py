@@ -100,7 +100,7 @@ def test_nobody_waits_for_whom_it_holds_up(api: FlaskClient, world: World) -> No
         assert {code for _, code in answers} <= {200, 202, 409, 410}
         assert {("cancel", 200), ("redeliver", 202)} <= answers.keys() and deadlocks(world) == 0
         world.sql("UPDATE outbox SET state = 'waiting', published_at = NULL WHERE state = 'published'")  # all lost
-        while due := relay(later(10_000)):
+        while due := relay(later(20_000)):  # what has stepped back for a second, too
             for task, target in due:
                 run(task, target)
         assert world.count("jobs", "status IN ('queued', 'running')") == world.count("outbox") == 0
