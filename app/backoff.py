@@ -11,6 +11,8 @@ JITTER = 0.2  # of each wait, either way, so that what failed together does not 
 MAX_RETRY_AFTER_SECONDS = 86_400.0
 _JOB_FIRST_SECONDS = 1.0
 _JOB_LONGEST_SECONDS = 30.0
+_PAUSE_SHARE = 0.1  # of the time that an endpoint has been failing: who failed for ten minutes is asked each minute
+_LONGEST_PAUSE_SECONDS = 3600.0
 
 
 def jittered(seconds: float, chance: float) -> float:
@@ -35,6 +37,11 @@ def next_job_attempt_at(attempt: int, chance: float, now: datetime) -> datetime:
     """When a job whose attempt (counted from 1) ended in an exception is tried again: 1, 2, 4 ... 30 s later."""
     wait = min(_JOB_FIRST_SECONDS * 2 ** min(attempt - 1, 10), _JOB_LONGEST_SECONDS)
     return now + timedelta(seconds=jittered(wait, chance))
+
+
+def pause_seconds(failing_seconds: float, chance: float) -> float:
+    """How long an endpoint that has failed for so long is left alone before its next attempt."""
+    return jittered(min(failing_seconds * _PAUSE_SHARE, _LONGEST_PAUSE_SECONDS), chance)
 
 
 def retry_after_seconds(header: str | None) -> float | None:

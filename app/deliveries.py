@@ -6,17 +6,15 @@ from datetime import datetime, timedelta
 from typing import Any
 from urllib.parse import urlsplit
 
-from sqlalchemy import Connection, bindparam, exists, func, insert, select, text, update
+from sqlalchemy import Connection, bindparam, func, insert, select, update
 
-from app import backoff, outbox, states
+from app import backoff, circuits, outbox, states, turns
 from app.clock import isoformat
 from app.config import settings
 from app.ids import new_id
 from app.jobs import Job, storable
-from app.schema import deliveries, delivery_attempts
-from app.schema import outbox as outbox_table
+from app.schema import deliveries, delivery_attempts, endpoints
 
-QUEUE = "callbacks"
 EXCERPT_CHARACTERS = 1024
 
 
@@ -28,6 +26,7 @@ class Delivery:
     job_id: str
     url: str
     host: str
+    endpoint: str
     state: str
     attempts: int
     next_attempt_at: datetime | None
@@ -125,18 +124,14 @@ def add(tx: Connection, job: Job, first_attempt_at: datetime, now: datetime) -> 
     """(none) → pending, with its outbox row. The caller holds the transaction that finishes the job."""
     url = job.callback_url or ""
     delivery = Delivery(
-        id=f"msg_{new_id(now)}", job_id=job.id, url=url, host=host_of(url), state=states.PENDING, attempts=0,
+        id=f"msg_{new_id(now)}", job_id=job.id, url=url, host=host_of(url), endpoint=circuits.endpoint_of(url),
+        state=states.PENDING, attempts=0,
         next_attempt_at=first_attempt_at, leased_until=None, last_response=None, created_at=now, finished_at=None)
     tx.execute(_add, {
-        "id": delivery.id, "job_id": job.id, "url": url, "host": delivery.host,
+        "id": delivery.id, "job_id": job.id, "url": url, "host": delivery.host, "endpoint": delivery.endpoint,
         "next_attempt_at": first_attempt_at, "created_at": now})
-    stage(tx, delivery.id, first_attempt_at, now)
+    turns.stage(tx, delivery.id, first_attempt_at, now)
     return delivery
-
-
-def stage(tx: Connection, delivery_id: str, available_at: datetime, now: datetime) -> None:
-    """Asks for the message that brings this delivery's next try."""
-    outbox.stage(tx, states.DELIVER_WEBHOOK, delivery_id, QUEUE, now, available_at)
 
 
 _hasten = update(deliveries).where(
@@ -146,17 +141,13 @@ _hasten = update(deliveries).where(
 
 def hasten(tx: Connection, pending: Delivery, now: datetime) -> Delivery | None:
     """Makes the next try of a delivery that waits due now; None when it does not wait."""
-    hold(tx, pending.host)
+    turns.hold(tx, pending.host)
     after = _delivery(tx.execute(_hasten, {"delivery_id": pending.id, "due": now}).first())
     if after is not None:
-        stage(tx, pending.id, now, now)
+        turns.stage(tx, pending.id, now, now)
     return after
 
 
-_hold_host = text("SELECT pg_advisory_xact_lock(hashtextextended(:host, 0))")
-_count_sending = select(func.count()).where(
-    deliveries.c.host == bindparam("to_host"), deliveries.c.state == states.SENDING,
-    deliveries.c.leased_until > bindparam("now"))
 _due = (deliveries.c.state == states.PENDING, deliveries.c.next_attempt_at <= bindparam("now"))
 _claim = update(deliveries).where(deliveries.c.id == bindparam("delivery_id"), *_due).values(
     state=states.SENDING, attempts=deliveries.c.attempts + 1, next_attempt_at=None, leased_until=bindparam("until"),
@@ -165,15 +156,16 @@ _is_due = select(deliveries.c.id).where(deliveries.c.id == bindparam("delivery_i
 
 
 def claim(
-    tx: Connection, known: Delivery, now: datetime, leased_until: datetime, per_host: int,
+    tx: Connection, known: Delivery, now: datetime, leased_until: datetime, per_host: int, per_endpoint: int,
 ) -> Delivery | None:
-    """pending → sending: claims the next try. None when it is not due, another sender has it, or `per_host` attempts to
-    its host are under way: then it waits without a message, and the end of one of those stages it (see `record`)."""
-    hold(tx, known.host)
+    """pending → sending: claims the next attempt. None when it is not due, another sender has it, or so many attempts
+    to its host or its endpoint are under way: then it waits without a message, and the end of one of those stages it
+    (see `stage_next`)."""
+    turns.hold(tx, known.host)
     if tx.execute(_is_due, {"delivery_id": known.id, "now": now}).first() is None:
         return None
     outbox.settle(tx, states.DELIVER_WEBHOOK, known.id)
-    if tx.execute(_count_sending, {"to_host": known.host, "now": now}).scalar_one() >= per_host:
+    if not turns.has_room(tx, known.host, known.endpoint, per_host, per_endpoint, now):
         return None
     return _delivery(tx.execute(_claim, {"delivery_id": known.id, "now": now, "until": leased_until}).first())
 
@@ -181,41 +173,30 @@ def claim(
 def restage(tx: Connection, delivery_id: str, not_before: datetime, now: datetime) -> None:
     """Makes the outbox agree with a delivery that is not claimed now: one that is pending has a row for when it is due,
     but not before then; any other has none."""
-    known = find(tx, delivery_id)
-    if known is None:
-        return
-    hold(tx, known.host)
-    known = find(tx, delivery_id)
+    known = _held(tx, delivery_id)
     if known is not None and known.next_attempt_at is not None:
-        stage(tx, delivery_id, max(known.next_attempt_at, not_before), now)
+        turns.stage(tx, delivery_id, max(known.next_attempt_at, not_before), now)
     else:
         outbox.settle(tx, states.DELIVER_WEBHOOK, delivery_id)
 
 
-def hold(tx: Connection, host: str) -> None:
-    """Until the transaction ends, nobody else counts or changes this host's deliveries (SQLite has one writer anyway).
-    Taken before any row of theirs, so that two never wait for each other."""
-    if tx.dialect.name == "postgresql":
-        tx.execute(_hold_host, {"host": host})
+def put_off(tx: Connection, delivery_id: str, until: datetime, now: datetime) -> None:
+    """As `restage`, for all of an endpoint until then: just the first of those that are due keeps a row. The end of its
+    attempt stages others."""
+    known = _held(tx, delivery_id)
+    due = known is not None and known.next_attempt_at is not None and known.next_attempt_at <= now
+    if due and not turns.is_first(tx, delivery_id):
+        outbox.settle(tx, states.DELIVER_WEBHOOK, delivery_id)
+    else:
+        restage(tx, delivery_id, until, now)
 
 
-_staged = exists().where(outbox_table.c.task == states.DELIVER_WEBHOOK, outbox_table.c.target_id == deliveries.c.id)
-_next_of_host = select(deliveries.c.id).where(deliveries.c.host == bindparam("to_host"), *_due, ~_staged).order_by(
-    deliveries.c.next_attempt_at).limit(1)
-_sending = deliveries.alias("sending")
-_overlooked = select(deliveries.c.id).where(
-    deliveries.c.state == states.PENDING, deliveries.c.next_attempt_at < bindparam("before"), ~_staged,
-    ~exists().where(_sending.c.host == deliveries.c.host, _sending.c.state == states.SENDING),
-).order_by(deliveries.c.next_attempt_at).limit(100)
-
-
-def stage_overlooked(tx: Connection, before: datetime, now: datetime) -> int:
-    """Stages at most 100 deliveries that have been due since then although no message, and no attempt to their host, is
-    under way; returns how many."""
-    found = list(tx.execute(_overlooked, {"before": before}).scalars())
-    for delivery_id in found:
-        stage(tx, delivery_id, now, now)
-    return len(found)
+def _held(tx: Connection, delivery_id: str) -> Delivery | None:
+    known = find(tx, delivery_id)
+    if known is None:
+        return None
+    turns.hold(tx, known.host)
+    return find(tx, delivery_id)
 
 
 _record = update(deliveries).where(
@@ -225,34 +206,38 @@ _record = update(deliveries).where(
     state=bindparam("becomes"), next_attempt_at=bindparam("due"), finished_at=bindparam("ended"), leased_until=None,
     last_response=func.coalesce(bindparam("code"), deliveries.c.last_response),
 ).returning(*_columns)
-_append = insert(delivery_attempts)
 
 
 def record(
     tx: Connection, held: Delivery, tried: Attempt, becomes: str, next_attempt_at: datetime | None, now: datetime,
 ) -> Delivery | None:
-    """sending → `becomes`, with the row of this try; when that is pending, its next message is staged too. Whoever
-    waited longest for this host gets the slot that is free now.
+    """sending → `becomes`, with the row of this attempt; when that is pending, its next message is staged too.
 
     None, and nothing written, when the attempt is no longer this sender's.
     """
-    hold(tx, held.host)
+    turns.hold(tx, held.host)
     ended = None if becomes in states.UNFINISHED_DELIVERIES else now
     after = _delivery(tx.execute(_record, {
         "delivery_id": held.id, "held": held.attempts, "becomes": becomes, "due": next_attempt_at, "ended": ended,
         "code": tried.response_code}).first())
     if after is None:
         return None
-    tx.execute(_append, {
-        "delivery_id": held.id, "attempt": tried.attempt, "at": tried.at, "response_code": tried.response_code,
-        "error": None if tried.error is None else storable(tried.error), "duration_seconds": tried.duration_seconds,
-        "excerpt": None if tried.excerpt is None else storable(tried.excerpt[:EXCERPT_CHARACTERS])})
+    append(tx, tried)
     if next_attempt_at is not None:
-        stage(tx, held.id, next_attempt_at, now)
-    waiting = tx.execute(_next_of_host, {"to_host": held.host, "now": now}).scalar_one_or_none()
-    if waiting is not None:
-        stage(tx, waiting, now, now)
+        turns.stage(tx, held.id, next_attempt_at, now)
     return after
+
+
+_append = insert(delivery_attempts)
+
+
+def append(tx: Connection, tried: Attempt) -> None:
+    """The row of an attempt."""
+    tx.execute(_append, {
+        "delivery_id": tried.delivery_id, "attempt": tried.attempt, "at": tried.at,
+        "response_code": tried.response_code, "error": None if tried.error is None else storable(tried.error),
+        "duration_seconds": tried.duration_seconds,
+        "excerpt": None if tried.excerpt is None else storable(tried.excerpt[:EXCERPT_CHARACTERS])})
 
 
 _stalled = select(*_columns).where(
@@ -263,3 +248,30 @@ _stalled = select(*_columns).where(
 def stalled(view: Connection, now: datetime) -> list[Delivery]:
     """Deliveries being sent whose lease is over: at most 100, the longest over first."""
     return [Delivery(*row) for row in view.execute(_stalled, {"now": now})]
+
+
+_overdue = select(*_columns).join(endpoints, endpoints.c.id == deliveries.c.endpoint).where(
+    endpoints.c.paused_until.is_not(None), deliveries.c.state == states.PENDING,
+    deliveries.c.next_attempt_at <= bindparam("now"), deliveries.c.created_at < bindparam("before"),
+).order_by(deliveries.c.next_attempt_at).limit(100)
+_give_up = update(deliveries).where(
+    deliveries.c.id == bindparam("delivery_id"), deliveries.c.attempts == bindparam("made"),
+    deliveries.c.state == states.PENDING,
+).values(
+    state=states.EXHAUSTED, attempts=deliveries.c.attempts + 1, next_attempt_at=None, finished_at=bindparam("now"),
+).returning(*_columns)
+
+
+def overdue(view: Connection, before: datetime, now: datetime) -> list[Delivery]:
+    """Deliveries of before then that wait for an endpoint that is paused again and again: at most 100."""
+    return [Delivery(*row) for row in view.execute(_overdue, {"now": now, "before": before})]
+
+
+def give_up(tx: Connection, known: Delivery, why: str, now: datetime) -> Delivery | None:
+    """pending → exhausted, with an attempt's row that says why none was made. None when it has moved meanwhile."""
+    turns.hold(tx, known.host)
+    after = _delivery(tx.execute(_give_up, {"delivery_id": known.id, "made": known.attempts, "now": now}).first())
+    if after is not None:
+        append(tx, Attempt(after.id, after.attempts, now, None, why, 0.0, None))
+        outbox.settle(tx, states.DELIVER_WEBHOOK, known.id)
+    return after

@@ -19,8 +19,7 @@ from redis.exceptions import RedisError
 from sqlalchemy import Connection, and_, bindparam, func, select
 from sqlalchemy.exc import SQLAlchemyError
 
-from app import clock, db, invariants, presence, states, status
-from app import deliveries as delivery
+from app import clock, db, invariants, presence, states, status, turns
 from app import outbox as message
 from app.errors import UketsukeError
 from app.invariants import Invariant
@@ -108,7 +107,7 @@ def _redis(wait: Callable[[float], None]) -> list[Finding]:
 
 def _unserved() -> Iterator[Finding]:
     with db.reading() as view:
-        waiting = set(message.queues_with_published(view)) - {delivery.QUEUE}
+        waiting = set(message.queues_with_published(view)) - {turns.QUEUE}
     for queue in presence.unserved(waiting):
         yield Finding("a queue with messages has a worker", queue, "none is alive", "start one: WORKER_QUEUES")
 

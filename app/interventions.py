@@ -7,7 +7,7 @@ from datetime import datetime, timedelta
 
 from sqlalchemy import Connection
 
-from app import db, deliveries, jobs, metrics, outbox, ownership, states, status
+from app import circuits, db, deliveries, jobs, metrics, outbox, ownership, states, status, turns
 from app.config import settings
 from app.deliveries import Delivery
 from app.errors import Finished, NoCallback, Unfinished
@@ -59,7 +59,8 @@ def redeliver(owner: str, job_id: str, now: datetime) -> Delivery:
             raise NoCallback("the job was submitted without a callback_url")
         if not job.final:
             raise Unfinished(f"the job is {job.status}")
-        deliveries.hold(tx, deliveries.host_of(job.callback_url))
+        turns.hold(tx, deliveries.host_of(job.callback_url))
+        circuits.resume(tx, circuits.endpoint_of(job.callback_url))
         latest = deliveries.latest_of_job(tx, job_id)
         if latest is not None and latest.state == states.PENDING:
             latest = deliveries.hasten(tx, latest, now) or latest

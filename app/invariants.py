@@ -12,7 +12,7 @@ from sqlalchemy import Connection, and_, exists, extract, func, literal, not_, o
 from app import deliveries as delivery
 from app import jobs as job
 from app import outbox as message
-from app import states
+from app import states, turns
 from app.config import settings
 from app.schema import deliveries, delivery_attempts, history_events, idempotency_keys, jobs, notes, outbox, tombstones
 
@@ -119,7 +119,7 @@ def _pending_without_row(now: datetime) -> _Ids:
 def _stage_delivery(tx: Connection, delivery_id: str, now: datetime) -> None:
     pending = delivery.find(tx, delivery_id)
     assert pending is not None and pending.next_attempt_at is not None
-    delivery.stage(tx, delivery_id, max(pending.next_attempt_at, now), now)
+    turns.stage(tx, delivery_id, max(pending.next_attempt_at, now), now)
 
 
 def _sending_lease_is_over(now: datetime) -> _Ids:

@@ -8,7 +8,7 @@ from sqlalchemy import Connection, bindparam, delete, exists, insert, select, tu
 
 from app import states
 from app.errors import Expired
-from app.schema import deliveries, delivery_attempts, idempotency_keys, jobs, outbox, tombstones
+from app.schema import deliveries, delivery_attempts, endpoints, idempotency_keys, jobs, outbox, tombstones
 
 BATCH = 500  # rows a transaction: a prune never holds up a submission for long
 
@@ -19,6 +19,8 @@ _expired = (
     .where(jobs.c.expires_at <= bindparam("now"), ~_telling)
     .order_by(jobs.c.expires_at).limit(BATCH).with_for_update(skip_locked=True, of=jobs))
 _ids: Any = bindparam("ids", expanding=True)
+_forget_endpoints = delete(endpoints).where(
+    endpoints.c.id.in_(_ids), ~exists().where(deliveries.c.endpoint == endpoints.c.id))
 _their_deliveries = select(deliveries.c.id).where(deliveries.c.job_id.in_(_ids))
 
 
@@ -37,7 +39,9 @@ def bury_expired_jobs(tx: Connection, now: datetime) -> list[str]:
     tx.execute(delete(delivery_attempts).where(delivery_attempts.c.delivery_id.in_(_their_deliveries)), ids)
     tx.execute(delete(outbox).where(
         outbox.c.task == states.DELIVER_WEBHOOK, outbox.c.target_id.in_(_their_deliveries)), ids)
-    tx.execute(delete(deliveries).where(deliveries.c.job_id.in_(_ids)), ids)
+    called = tx.execute(delete(deliveries).where(
+        deliveries.c.job_id.in_(_ids)).returning(deliveries.c.endpoint), ids).scalars()
+    tx.execute(_forget_endpoints, {"ids": sorted(set(called))})
     tx.execute(delete(jobs).where(jobs.c.id.in_(_ids)), ids)
     return [row.id for row in rows]
 

@@ -12,7 +12,7 @@ from sqlalchemy.types import TypeDecorator
 
 from app import states
 
-REVISION = "0002"  # the migration that these tables are the outcome of
+REVISION = "0003"  # the migration that these tables are the outcome of
 
 metadata = MetaData(naming_convention={
     "ix": "ix_%(table_name)s_%(column_0_N_name)s",
@@ -160,6 +160,7 @@ deliveries = Table(
     Column("job_id", String(36), ForeignKey("jobs.id"), nullable=False),
     Column("url", Text, nullable=False),
     Column("host", String(300), nullable=False),
+    Column("endpoint", String(64), nullable=False, server_default=""),
     Column("state", String(16), nullable=False),
     Column("attempts", Integer, nullable=False, server_default="0"),
     Column("next_attempt_at", Moment),
@@ -175,6 +176,23 @@ deliveries = Table(
     _partial("ix_deliveries_next_attempt_at", "next_attempt_at", where="state = 'pending'"),
     _partial("ix_deliveries_leased_until", "leased_until", where="state = 'sending'"),
     Index("ix_deliveries_job_id", "job_id"),
+    Index("ix_deliveries_endpoint", "endpoint", "state", "next_attempt_at"),
+)
+
+# How the callbacks to one URL (without its query) went lately; `id` is its SHA-256, since URLs are too long for an
+# index. `failures` counts failed attempts in a row, since `failing_since`; until `paused_until` there is no attempt.
+endpoints = Table(
+    "endpoints", metadata,
+    Column("id", String(64), primary_key=True),
+    Column("host", String(300), nullable=False),
+    Column("standing", String(16), nullable=False),
+    Column("failures", Integer, nullable=False, server_default="0"),
+    Column("failing_since", Moment),
+    Column("paused_until", Moment),
+    CheckConstraint(_one_of("standing", states.STANDINGS), name="standing"),
+    CheckConstraint("(standing = 'failing') = (failing_since IS NOT NULL)", name="failing_has_begun"),
+    CheckConstraint("paused_until IS NULL OR standing = 'failing'", name="paused_is_failing"),
+    _partial("ix_endpoints_failing", "paused_until", where="standing = 'failing'"),
 )
 
 # One try of one delivery, append only.

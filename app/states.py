@@ -37,3 +37,9 @@ GONE = "gone"
 REFUSED = "refused"
 DELIVERY_STATES = (PENDING, SENDING, DELIVERED, EXHAUSTED, GONE, REFUSED)
 UNFINISHED_DELIVERIES = frozenset({PENDING, SENDING})
+
+# How an endpoint answered last; one that has not been tried yet has no row.
+WELL = "well"
+SLOW = "slow"
+FAILING = "failing"
+STANDINGS = (WELL, SLOW, FAILING)

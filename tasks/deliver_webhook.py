@@ -1,23 +1,24 @@
 """One attempt of one delivery: prepare (claim it), act (POST, no transaction open), record (how it ended)."""
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import random
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
-from app import backoff, clock, db, deliveries, jobs, logs, metrics, signing, states, status
+from sqlalchemy import Connection
+
+from app import backoff, circuits, clock, db, deliveries, jobs, logs, metrics, signing, states, status, turns
+from app.circuits import Circuit
 from app.clock import isoformat
 from app.config import settings
 from app.deliveries import Attempt, Delivery
 from app.errors import EndpointRefused
 from app.jobs import Job
-from tasks import celery, egress, signature
+from tasks import celery, egress, signature, threads
 from tasks.egress import Answer, Unanswered
 
 log = logging.getLogger("uketsuke.deliver")
@@ -26,55 +27,38 @@ log = logging.getLogger("uketsuke.deliver")
 PERMANENT = frozenset({400, 401, 403, 404, 405, 410, 413, 415, 422})
 _LEASE_MARGIN_SECONDS = 15.0  # beyond the attempt's own deadline: connecting and recording
 _STEP_BACK_SECONDS = 1.0  # a delivery that the courier has no thread for comes back so much later
-_THREADS_FOR_THE_RELAY = 3  # of the courier's: callbacks that hang can never hold up the relay or the rescue
 
 Post = Callable[[str, bytes, dict[str, str], float], Answer]
 
 
 @dataclass(frozen=True)
 class Ending:
-    """What one try led to."""
+    """What one attempt led to. `answered`: whether its endpoint can answer; None when it tells nothing of that."""
 
     becomes: str
     next_attempt_at: datetime | None
+    answered: bool | None = None
 
 
 @celery.task("tasks.deliver_webhook")
 def deliver_webhook(delivery_id: str) -> None:
-    """Makes the next try of this delivery, unless it is not due or somebody else makes it."""
-    with _a_thread() as granted:
-        if granted:
-            run_once(delivery_id)
-            return
-    _step_back(delivery_id, clock.now())
-
-
-_delivering = 0  # threads of this courier that make a try
-_counting = threading.Lock()
-
-
-@contextlib.contextmanager
-def _a_thread() -> Iterator[bool]:
-    """Whether one more thread may be used, for the block; some are left to the relay and the rescue."""
-    global _delivering
-    with _counting:
-        granted = _delivering < settings().courier_concurrency - _THREADS_FOR_THE_RELAY
-        _delivering += granted
-    try:
-        yield granted
-    finally:
-        with _counting:
-            _delivering -= granted
+    """Makes the next attempt of this delivery, unless it is not due or somebody else makes it."""
+    run_once(delivery_id)
 
 
 def run_once(
     delivery_id: str, post: Post = egress.post, now: Callable[[], datetime] = clock.now,
 ) -> Delivery | None:
     """Prepares, acts, records; returns the delivery as it left it, None when there was nothing to claim."""
-    prepared = _prepare(delivery_id, now())
-    if prepared is None:
+    known = _look(delivery_id, now())
+    if known is None:
         return None
-    held, job = prepared
+    with threads.one(None if known.circuit is None else known.circuit.standing) as granted:
+        held = _claim(known, granted, now())
+        return None if held is None else _attempt(held, known.job, post, now)
+
+
+def _attempt(held: Delivery, job: Job, post: Post, now: Callable[[], datetime]) -> Delivery | None:
     tried, retry_after, refused = _act(held, job, post, now)
     ending = decide(held, tried, retry_after, refused, random.random(), now())
     after = record(held, tried, ending, now())
@@ -89,10 +73,20 @@ def _without_details(error: str | None) -> str | None:
     return None if error is None else error.partition(":")[0]
 
 
-def _prepare(delivery_id: str, now: datetime) -> tuple[Delivery, Job] | None:
+@dataclass(frozen=True)
+class Known:
+    """A delivery that is due, with what it tells of and how its endpoint answered lately."""
+
+    delivery: Delivery
+    job: Job
+    circuit: Circuit | None
+
+
+def _look(delivery_id: str, now: datetime) -> Known | None:
     with db.reading() as view:
         known = deliveries.find(view, delivery_id)
         job = None if known is None else jobs.find(view, known.job_id)
+        circuit = None if known is None else circuits.find(view, known.endpoint)
     if known is None or job is None:
         return None
     logs.concern(job_id=job.id)
@@ -100,10 +94,21 @@ def _prepare(delivery_id: str, now: datetime) -> tuple[Delivery, Job] | None:
     if not due or not _final_state_is_shown(job, known, now):
         _step_back(delivery_id, now)
         return None
+    return Known(known, job, circuit)
+
+
+def _claim(known: Known, granted: bool, now: datetime) -> Delivery | None:
+    """Claims the attempt; or puts it off while its endpoint is paused, or this courier has no thread for it."""
+    standing = None if known.circuit is None else known.circuit.standing
+    put_off_until = circuits.paused(known.circuit, now) or (None if granted else _a_moment_later(now))
     lease = timedelta(seconds=settings().callback_timeout_seconds + _LEASE_MARGIN_SECONDS)
+    per_host = settings().callback_per_host
     with db.transaction() as tx:
-        held = deliveries.claim(tx, known, now, now + lease, settings().callback_per_host)
-    return None if held is None else (held, job)
+        if put_off_until is not None:
+            deliveries.put_off(tx, known.delivery.id, put_off_until, now)
+            return None
+        return deliveries.claim(
+            tx, known.delivery, now, now + lease, per_host, circuits.attempts_at_a_time(standing, per_host))
 
 
 def _final_state_is_shown(job: Job, known: Delivery, now: datetime) -> bool:
@@ -116,9 +121,12 @@ def _final_state_is_shown(job: Job, known: Delivery, now: datetime) -> bool:
 
 def _step_back(delivery_id: str, now: datetime) -> None:
     """Not now: a delivery that is pending stays so, uses no attempt, and its message comes again."""
-    later = now + timedelta(seconds=backoff.jittered(_STEP_BACK_SECONDS, random.random()))
     with db.transaction() as tx:
-        deliveries.restage(tx, delivery_id, later, now)
+        deliveries.restage(tx, delivery_id, _a_moment_later(now), now)
+
+
+def _a_moment_later(now: datetime) -> datetime:
+    return now + timedelta(seconds=backoff.jittered(_STEP_BACK_SECONDS, random.random()))
 
 
 def body_of(job: Job) -> str:
@@ -152,27 +160,36 @@ def _act(
 def decide(
     held: Delivery, tried: Attempt, retry_after: float | None, refused: bool, chance: float, now: datetime,
 ) -> Ending:
-    """What a try leads to: a 2xx is success, whatever became of the answer's body; PERMANENT answers and refused
+    """What an attempt leads to: a 2xx is success, whatever became of the answer's body; PERMANENT answers and refused
     addresses end the delivery; everything else is tried again as long as the schedule lasts."""
     if refused:
         return Ending(states.REFUSED, None)
     code = tried.response_code
     if code is not None:
         if 200 <= code < 300:
-            return Ending(states.DELIVERED, None)
+            return Ending(states.DELIVERED, None, answered=True)
         if code in PERMANENT:
-            return Ending(states.GONE if code == 410 else states.EXHAUSTED, None)
+            return Ending(states.GONE if code == 410 else states.EXHAUSTED, None, answered=True)
     due = backoff.next_delivery_at(settings().callback_schedule_seconds, held.attempts, chance, retry_after, now)
-    return Ending(states.EXHAUSTED, None) if due is None else Ending(states.PENDING, due)
+    return Ending(states.EXHAUSTED if due is None else states.PENDING, due, answered=False)
 
 
 def record(held: Delivery, tried: Attempt, ending: Ending, now: datetime) -> Delivery | None:
-    """Writes how a try ended, and shows it; None, and nothing written, when the try is no longer this sender's."""
+    """Writes how an attempt ended, and shows it; None, and nothing written, when it is no longer this sender's."""
     with db.transaction() as tx:
         after = deliveries.record(tx, held, tried, ending.becomes, ending.next_attempt_at, now)
         if after is None:
             return None
+        if ending.answered is not None:
+            _note(tx, held, ending.answered, tried.duration_seconds, now)
+        turns.stage_next(tx, held.host, settings().callback_per_host, now)
         job = jobs.touch(tx, held.job_id)
-    metrics.delivered(after.state, tried.duration_seconds or None)  # an interrupted try took nobody knows how long
+    metrics.delivered(after.state, tried.duration_seconds or None)  # an interrupted one took nobody knows how long
     status.write(job, after, wake=True)
     return after
+
+
+def _note(tx: Connection, held: Delivery, answered: bool, seconds: float, now: datetime) -> None:
+    circuit = circuits.note(tx, held.endpoint, held.host, answered, seconds, random.random(), now)
+    if circuit.paused_until is not None:
+        turns.stage_first(tx, held.endpoint, circuit.paused_until, now)

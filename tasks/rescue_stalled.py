@@ -3,16 +3,17 @@ from __future__ import annotations
 
 import logging
 import random
+from dataclasses import replace
 from datetime import datetime, timedelta
 
 from redis.exceptions import RedisError
 from sqlalchemy import Connection
 
-from app import clock, db, deliveries, jobs, metrics, outbox, presence, states, status
+from app import backoff, circuits, clock, db, deliveries, jobs, metrics, outbox, presence, states, status, turns
 from app.config import settings
-from app.deliveries import QUEUE as CALLBACKS
 from app.deliveries import Attempt, Delivery
 from app.jobs import Job
+from app.turns import QUEUE as CALLBACKS
 from tasks import attempt, celery, deliver_webhook, run_job
 
 log = logging.getLogger("uketsuke.rescue")
@@ -45,7 +46,7 @@ def run_once(now: datetime, free_since: dict[str, datetime], spare_jobs: bool = 
     `free_since` is this process's memory between ticks: since when each queue's workers have been seen with free slots.
     """
     rescued = 0 if spare_jobs else _rescue_jobs(now)
-    rescued += _rescue_deliveries(now) + _stage_overlooked(now) + _republish_lost(now, free_since)
+    rescued += _rescue_deliveries(now) + _give_up(now) + _stage_overlooked(now) + _republish_lost(now, free_since)
     if rescued:
         status.wake_relay()
     return rescued
@@ -90,7 +91,7 @@ def _rescue_deliveries(now: datetime) -> int:
 def _end_try(delivery: Delivery, now: datetime) -> bool:
     why = "interrupted: the courier died; it is not known what arrived"
     tried = Attempt(delivery.id, delivery.attempts, now, None, why, 0.0, None)
-    ending = deliver_webhook.decide(delivery, tried, None, False, random.random(), now)
+    ending = replace(deliver_webhook.decide(delivery, tried, None, False, random.random(), now), answered=None)
     after = deliver_webhook.record(delivery, tried, ending, now)
     if after is not None:
         metrics.rescued("delivery")
@@ -99,9 +100,31 @@ def _end_try(delivery: Delivery, now: datetime) -> bool:
     return after is not None
 
 
+def _give_up(now: datetime) -> int:
+    """Ends deliveries that have waited for a paused endpoint for as long as their whole schedule takes."""
+    schedule = timedelta(seconds=backoff.jittered(sum(settings().callback_schedule_seconds), 1.0))
+    with db.reading() as view:
+        overdue = deliveries.overdue(view, now - schedule, now)
+    return sum(_give_up_one(delivery, now) for delivery in overdue)
+
+
+def _give_up_one(delivery: Delivery, now: datetime) -> bool:
+    with db.transaction() as tx:
+        after = deliveries.give_up(tx, delivery, "not attempted: the endpoint has failed for too long", now)
+        if after is None:
+            return False
+        circuit = circuits.find(tx, delivery.endpoint)
+        turns.stage_first(tx, delivery.endpoint, circuits.paused(circuit, now) or now, now)
+        job = jobs.touch(tx, delivery.job_id)
+    metrics.delivered(after.state, None)
+    status.write(job, after)
+    log.warning("delivery given up", extra={"job_id": after.job_id, "webhook_id": after.id, "state": after.state})
+    return True
+
+
 def _stage_overlooked(now: datetime) -> int:
     with db.transaction() as tx:
-        return deliveries.stage_overlooked(tx, now - timedelta(seconds=LOST_AFTER_SECONDS), now)
+        return turns.stage_overlooked(tx, now - timedelta(seconds=LOST_AFTER_SECONDS), now)
 
 
 def _republish_lost(now: datetime, free_since: dict[str, datetime]) -> int:

@@ -15,10 +15,10 @@ import pytest
 from flask.testing import FlaskClient
 from standardwebhooks import Webhook
 
-from app import backoff, clock, config, db, deliveries, endpoints, signing, states, status
+from app import backoff, clock, config, db, deliveries, endpoints, signing, states, status, turns
 from app.errors import EndpointRefused
 from hooksink import signature as receiving
-from tasks import deliver_webhook, egress, rescue_stalled, run_job, signature
+from tasks import deliver_webhook, egress, rescue_stalled, run_job, signature, threads
 from tasks.egress import Answer, Unanswered
 from tests import receiver as receivers
 from tests.conftest import World, one_database
@@ -214,7 +214,7 @@ def test_a_frozen_sender_does_not_end_the_try_of_another(
     def freeze(*_: Any) -> Answer:
         rescue_stalled.run_once(later(31), {})
         with db.transaction() as tx:
-            assert deliveries.claim(tx, deliveries.find(tx, delivery_id), later(60), later(90), 4).attempts == 2
+            assert deliveries.claim(tx, deliveries.find(tx, delivery_id), later(60), later(90), 4, 4).attempts == 2
         return Answer(204, None, b"")
 
     assert deliver_webhook.run_once(delivery_id, post=freeze) is None
@@ -260,6 +260,7 @@ def test_a_busy_hosts_callbacks_wait_without_messages_and_in_order(
 def test_no_host_gets_more_attempts_at_a_time_than_allowed(
     api: FlaskClient, world: World, receiver: Receiver,
 ) -> None:
+    deliver_webhook.run_once(finish(api, receiver.url))  # an endpoint that answers
     ids = [finish(api, receiver.url) for _ in range(12)]
     barrier, let_go, lock = threading.Barrier(12), threading.Event(), threading.Lock()
     under_way: list[int] = [0]
@@ -309,7 +310,7 @@ def test_a_message_too_many_leaves_no_row_behind(api: FlaskClient, world: World,
     receiver.respond = None
     assert deliver_webhook.run_once(delivery_id, now=lambda: later(2000)).state == "delivered"
     with db.transaction() as tx:
-        deliveries.stage(tx, delivery_id, clock.now(), clock.now())
+        turns.stage(tx, delivery_id, clock.now(), clock.now())
     deliver_webhook.run_once(delivery_id)
     assert world.count("outbox", "task = 'deliver_webhook'") == 0
 
@@ -326,13 +327,13 @@ def test_a_callback_that_waits_for_nobody_is_found(api: FlaskClient, world: Worl
 def test_callbacks_leave_threads_to_the_relay(api: FlaskClient, world: World, receiver: Receiver) -> None:
     world.set(COURIER_CONCURRENCY=4)
     delivery_id = finish(api, receiver.url)
-    with deliver_webhook._a_thread() as granted:
+    with threads.one(states.WELL) as granted:
         assert granted
         relay()
         deliver_webhook.deliver_webhook(delivery_id)
         assert receiver.hooks == [] and world.sql("SELECT state, attempts FROM deliveries") == [("pending", 0)]
         assert ("deliver_webhook", delivery_id) in relay(later(2))
-    deliver_webhook.deliver_webhook(delivery_id)
+    deliver_webhook.run_once(delivery_id, now=lambda: later(2))
     assert len(receiver.hooks) == 1
 
 

@@ -12,7 +12,7 @@ from flask import Blueprint, Response
 from redis.exceptions import RedisError
 from sqlalchemy.exc import SQLAlchemyError
 
-from app import clock, config, db, deliveries, jobs, outbox, presence, status
+from app import clock, config, db, jobs, outbox, presence, status, turns
 from app.config import settings
 
 blueprint = Blueprint("health", __name__)
@@ -69,7 +69,7 @@ def _workers() -> Finding:
     """Whether somebody consumes each queue that has messages."""
     signs = presence.signs_of_life("worker")
     with db.reading() as view:
-        waiting = set(outbox.queues_with_published(view)) - {deliveries.QUEUE}
+        waiting = set(outbox.queues_with_published(view)) - {turns.QUEUE}
     if unserved := presence.unserved(waiting):
         return False, f"{_count(signs)}, none for {', '.join(unserved)}"
     return bool(signs), _count(signs)

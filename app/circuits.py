@@ -1,0 +1,129 @@
+"""Circuits: how each endpoint has answered lately, and what it may take up for that. An endpoint is a callback URL
+without its query.
+
+One that has not answered yet, or answered slowly, gets half of its host's attempts at a time; one that failed last gets
+one; one that has failed for long is left alone between its attempts, until one of them is answered.
+"""
+from __future__ import annotations
+
+import hashlib
+import logging
+from dataclasses import dataclass, fields
+from datetime import datetime, timedelta
+from typing import Any
+
+from sqlalchemy import Connection, bindparam, insert, select, update
+
+from app import backoff, states
+from app.clock import isoformat
+from app.schema import endpoints
+
+log = logging.getLogger("uketsuke.circuits")
+
+SLOW_SECONDS = 2.0  # an answer that took longer; most receivers write the hook down and answer within a second
+# Both, before an endpoint is paused: few failures may be few callbacks, and many within minutes a deployment.
+FAILURES_IN_A_ROW = 10
+FAILING_SECONDS = 600.0
+
+
+@dataclass(frozen=True)
+class Circuit:
+    """A row of `endpoints`."""
+
+    id: str
+    host: str
+    standing: str
+    failures: int
+    failing_since: datetime | None
+    paused_until: datetime | None
+
+
+_columns = [endpoints.c[field.name] for field in fields(Circuit)]
+
+
+def endpoint_of(url: str) -> str:
+    """The id of the endpoint that this URL calls."""
+    return hashlib.sha256(url.partition("?")[0].encode()).hexdigest()
+
+
+_find = select(*_columns).where(endpoints.c.id == bindparam("endpoint"))
+
+
+def find(view: Connection, endpoint: str) -> Circuit | None:
+    """How this endpoint has answered; None when it has not been tried."""
+    row = view.execute(_find, {"endpoint": endpoint}).first()
+    return None if row is None else Circuit(*row)
+
+
+def as_document(circuit: Circuit) -> dict[str, Any]:
+    """An endpoint's standing as clients read it."""
+    return {"standing": circuit.standing, "failures": circuit.failures,
+            "failing_since": None if circuit.failing_since is None else isoformat(circuit.failing_since),
+            "paused_until": None if circuit.paused_until is None else isoformat(circuit.paused_until)}
+
+
+def attempts_at_a_time(standing: str | None, per_host: int) -> int:
+    """How many of its host's attempts an endpoint of this standing may take up, so that others have the rest."""
+    if standing == states.WELL:
+        return per_host
+    return 1 if standing == states.FAILING else max(1, per_host // 2)
+
+
+def paused(circuit: Circuit | None, now: datetime) -> datetime | None:
+    """Until when this endpoint is left alone; None when it is not."""
+    until = None if circuit is None else circuit.paused_until
+    return until if until is not None and until > now else None
+
+
+_add = insert(endpoints)
+_change = update(endpoints).where(endpoints.c.id == bindparam("endpoint")).values(
+    standing=bindparam("becomes"), failures=bindparam("in_a_row"), failing_since=bindparam("since"),
+    paused_until=bindparam("until"))
+
+
+def note(
+    tx: Connection, endpoint: str, host: str, answered: bool, seconds: float, chance: float, now: datetime,
+) -> Circuit:
+    """Writes down how an attempt that took so long went, and returns the endpoint's standing now. The caller holds the
+    host's deliveries."""
+    before = find(tx, endpoint)
+    if not answered:
+        after = _failed(endpoint, host, before, chance, now)
+    else:
+        after = Circuit(endpoint, host, states.SLOW if seconds > SLOW_SECONDS else states.WELL, 0, None, None)
+    if before is None:
+        tx.execute(_add, {name: getattr(after, name) for name in Circuit.__dataclass_fields__})
+    elif before != after:
+        tx.execute(_change, {
+            "endpoint": endpoint, "becomes": after.standing, "in_a_row": after.failures, "since": after.failing_since,
+            "until": after.paused_until})
+    _tell(before, after)
+    return after
+
+
+def _failed(endpoint: str, host: str, before: Circuit | None, chance: float, now: datetime) -> Circuit:
+    failures = 1 + (0 if before is None else before.failures)
+    since = now if before is None or before.failing_since is None else before.failing_since
+    failing_seconds = (now - since).total_seconds()
+    pause = None
+    if failures >= FAILURES_IN_A_ROW and failing_seconds >= FAILING_SECONDS:
+        pause = now + timedelta(seconds=backoff.pause_seconds(failing_seconds, chance))
+    return Circuit(endpoint, host, states.FAILING, failures, since, pause)
+
+
+def _tell(before: Circuit | None, after: Circuit) -> None:
+    was = before is not None and before.paused_until is not None
+    if after.paused_until is not None and not was:
+        log.warning("endpoint paused: it has failed for long", extra={
+            "host": after.host, "endpoint": after.id, "failures": after.failures,
+            "failing_since": isoformat(after.failing_since or after.paused_until)})
+    elif was and after.standing != states.FAILING:
+        log.info("endpoint answers again", extra={"host": after.host, "endpoint": after.id})
+
+
+_resume = update(endpoints).where(endpoints.c.id == bindparam("endpoint")).values(paused_until=None)
+
+
+def resume(tx: Connection, endpoint: str) -> None:
+    """Ends an endpoint's pause: its next attempt is made when it is due, and if that fails there is another pause."""
+    tx.execute(_resume, {"endpoint": endpoint})

@@ -1,0 +1,45 @@
+"""How endpoints answer"""
+import hashlib
+
+import sqlalchemy as sa
+from alembic import op
+
+revision = '0003'
+down_revision = '0002'
+branch_labels = None
+depends_on = None
+
+_FAILING = sa.text("standing = 'failing'")
+
+
+def upgrade() -> None:
+    op.create_table(
+        'endpoints',
+        sa.Column('id', sa.String(length=64), nullable=False),
+        sa.Column('host', sa.String(length=300), nullable=False),
+        sa.Column('standing', sa.String(length=16), nullable=False),
+        sa.Column('failures', sa.Integer(), server_default='0', nullable=False),
+        sa.Column('failing_since', sa.DateTime(timezone=True), nullable=True),
+        sa.Column('paused_until', sa.DateTime(timezone=True), nullable=True),
+        sa.CheckConstraint("standing IN ('well', 'slow', 'failing')", name=op.f('ck_endpoints_standing')),
+        sa.CheckConstraint("(standing = 'failing') = (failing_since IS NOT NULL)", name=op.f('ck_endpoints_failing_has_begun')),
+        sa.CheckConstraint("paused_until IS NULL OR standing = 'failing'", name=op.f('ck_endpoints_paused_is_failing')),
+        sa.PrimaryKeyConstraint('id', name=op.f('pk_endpoints')),
+    )
+    op.create_index('ix_endpoints_failing', 'endpoints', ['paused_until'], sqlite_where=_FAILING, postgresql_where=_FAILING)
+    op.add_column('deliveries', sa.Column('endpoint', sa.String(length=64), server_default='', nullable=False))
+    _fill(op.get_bind())
+    op.create_index('ix_deliveries_endpoint', 'deliveries', ['endpoint', 'state', 'next_attempt_at'])
+
+
+def _fill(tx: sa.Connection) -> None:
+    urls = tx.execute(sa.text('SELECT DISTINCT url FROM deliveries')).scalars().all()
+    for url in urls:
+        endpoint = hashlib.sha256(url.partition('?')[0].encode()).hexdigest()
+        tx.execute(sa.text('UPDATE deliveries SET endpoint = :endpoint WHERE url = :url'), {'endpoint': endpoint, 'url': url})
+
+
+def downgrade() -> None:
+    op.drop_index('ix_deliveries_endpoint', table_name='deliveries')
+    op.drop_column('deliveries', 'endpoint')
+    op.drop_table('endpoints')
