@@ -211,13 +211,16 @@ def _url_of(value: str | None, schemes: tuple[str, ...], allowed: str) -> str | 
 def check_secret(secret: str) -> None:
     """Refuses what Standard Webhooks does not call a secret: `whsec_` and the strict base64 of 24 to 64 bytes.
 
-    Raises ValueError. The signing library decodes leniently, so a mistyped secret would sign with another key.
+    Raises ValueError. Libraries decode leniently, each in its way: with a mistyped secret, two of them would use
+    different keys.
     """
+    text = secret.removeprefix("whsec_")
     try:
-        raw = base64.b64decode(secret.removeprefix("whsec_"), validate=True)
+        raw = base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError):
         raw = b""
-    if not secret.startswith("whsec_") or not 24 <= len(raw) <= 64:
+    as_written = secret.startswith("whsec_") and base64.b64encode(raw).decode() == text
+    if not as_written or not 24 <= len(raw) <= 64:
         raise ValueError("whsec_ and the base64 of 24 to 64 bytes, comma separated, newest first")
 
 

@@ -6,11 +6,15 @@ import os
 import secrets
 from pathlib import Path
 
-from app.config import settings
+from app.config import check_secret, settings
+from app.errors import WrongSetting
 
 
 def callback_secrets() -> tuple[str, ...]:
-    """The signing secrets, newest first. Without any configured, one is made once and kept in `var_dir`."""
+    """The signing secrets, newest first. Without any configured, one is made once and kept in `var_dir`.
+
+    Raises WrongSetting, with one line, when the one that is kept cannot be used.
+    """
     return settings().callback_secrets or (_kept_secret(settings().var_dir / "callback_secret"),)
 
 
@@ -26,4 +30,9 @@ def _kept_secret(path: Path) -> str:
             pass
         finally:
             draft.unlink()
-    return path.read_text().strip()
+    kept = path.read_text(errors="replace").strip()
+    try:
+        check_secret(kept)
+    except ValueError:
+        raise WrongSetting(f"{path} holds no secret: put one into it, or delete it, and a new one is made") from None
+    return kept

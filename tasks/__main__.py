@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 
-from app import config, db, kinds, logs, ports
+from app import config, db, kinds, logs, ports, signing
 from app.config import Settings
 from app.errors import UketsukeError, WrongSetting
 
@@ -57,6 +57,8 @@ def main() -> int:
     try:
         kinds.registry()
         arguments = ROLES[role](config.settings())
+        if role == "courier":
+            signing.callback_secrets()
         if role in ("worker", "courier"):
             db.check_tables()
     except (UketsukeError, OSError) as error:
