@@ -129,12 +129,12 @@ def _a_moment_later(now: datetime) -> datetime:
     return now + timedelta(seconds=backoff.jittered(_STEP_BACK_SECONDS, random.random()))
 
 
-def body_of(job: Job) -> str:
+def body_of(job: Job) -> bytes:
     """The bytes that every attempt sends: the job as clients read it without `callback`, and what happened when."""
     assert job.finished_at is not None
     return json.dumps(
         {"type": f"job.{job.status}", "timestamp": isoformat(job.finished_at), **jobs.as_document(job)},
-        ensure_ascii=False, separators=(",", ":"))
+        ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
 
 
 def _act(
@@ -145,7 +145,7 @@ def _act(
     headers = signature.headers(held.id, began_at, body, signing.callback_secrets())
     code, error, excerpt, retry_after, refused = None, None, None, None, False
     try:
-        answer = post(held.url, body.encode(), headers, settings().callback_timeout_seconds)
+        answer = post(held.url, body, headers, settings().callback_timeout_seconds)
     except EndpointRefused as refusal:
         error, refused = f"refused: {refusal}", True
     except Unanswered as failure:

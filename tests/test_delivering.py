@@ -1,9 +1,6 @@
 """Callbacks: signed, retried by columns in SQL, every try a row, never at the job's expense."""
 from __future__ import annotations
 
-import base64
-import hashlib
-import hmac
 import json
 import socket
 import threading
@@ -13,12 +10,10 @@ from typing import Any
 
 import pytest
 from flask.testing import FlaskClient
-from standardwebhooks import Webhook
 
-from app import backoff, clock, config, db, deliveries, endpoints, signing, states, status, turns
+from app import backoff, clock, config, db, deliveries, endpoints, states, status, turns
 from app.errors import EndpointRefused
-from hooksink import signature as receiving
-from tasks import deliver_webhook, egress, rescue_stalled, run_job, signature, threads
+from tasks import deliver_webhook, egress, rescue_stalled, run_job, threads
 from tasks.egress import Answer, Unanswered
 from tests import receiver as receivers
 from tests.conftest import World, one_database
@@ -48,40 +43,6 @@ def test_a_finished_job_is_told_to_its_receiver(api: FlaskClient, world: World, 
     assert job.pop("callback") == {"status": "delivered", "attempts": 1, "last_response": 204}
     assert (told.pop("type"), told.pop("timestamp")) == ("job.succeeded", job["finished_at"])
     assert told == job
-
-
-def test_the_signature_holds_for_an_independent_verifier(api: FlaskClient, world: World, receiver: Receiver) -> None:
-    world.set(CALLBACK_SECRETS=",".join(
-        "whsec_" + base64.b64encode(bytes([number]) * 32).decode() for number in (1, 2)))
-    with a_kind(lambda input, job: {"é": "😀\u2028", "float": 1.0, "empty": {}}) as kind:
-        deliver_webhook.run_once(finish(api, receiver.url, kind=kind))
-    (hook,) = receiver.hooks
-    for secret in config.settings().callback_secrets:
-        Webhook(secret).verify(hook.body, hook.headers)
-        assert receiving.verify(hook.headers, hook.body, [secret], time.time()) is None
-    other = "whsec_" + base64.b64encode(b"3" * 32).decode()
-    assert receiving.verify(hook.headers, hook.body, [other], time.time()) == "no signature matches"
-    assert receiving.verify(hook.headers, hook.body + b" ", config.settings().callback_secrets, time.time())
-    assert receiving.verify(hook.headers, hook.body, config.settings().callback_secrets, time.time() + 301)
-
-
-def test_the_published_vector_of_standard_webhooks() -> None:
-    """https://github.com/standard-webhooks/standard-webhooks, the reference of its libraries."""
-    headers = signature.headers(
-        "msg_p5jXN8AQM9LWM0D4loKWxJek", datetime.fromtimestamp(1614265330, timezone.utc), '{"test": 2432232314}',
-        ["whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw"])
-    assert headers["webhook-signature"] == "v1,g0hM9SsE+OTPJTGt/tmIKtSyZlE3uFJELVlNIOLJ1OE="
-    assert receiving.verify(headers, b'{"test": 2432232314}', ["whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw"],
-                            1614265330) is None
-
-
-def test_the_bytes_that_were_signed_are_the_ones_sent(api: FlaskClient, world: World, receiver: Receiver) -> None:
-    deliver_webhook.run_once(finish(api, receiver.url))
-    (hook,) = receiver.hooks
-    key = base64.b64decode(signing.callback_secrets()[0].removeprefix("whsec_"))
-    signed = f"{hook.headers['webhook-id']}.{hook.headers['webhook-timestamp']}.".encode() + hook.body
-    expected = base64.b64encode(hmac.new(key, signed, hashlib.sha256).digest()).decode()
-    assert hook.headers["webhook-signature"] == f"v1,{expected}"
 
 
 def test_a_callback_never_comes_before_the_state_can_be_read(

@@ -31,7 +31,7 @@ def sink(log: Path) -> FlaskClient:
 
 
 def send(sink: FlaskClient, path: str = "/", webhook_id: str = "msg_1", body: str = BODY, secret: str = SECRET) -> int:
-    headers = signature.headers(webhook_id, datetime.now(timezone.utc), body, [secret])
+    headers = signature.headers(webhook_id, datetime.now(timezone.utc), body.encode(), [secret])
     return sink.post(path, data=body.encode(), headers=headers).status_code
 
 
