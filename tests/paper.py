@@ -1,4 +1,5 @@
-"""docs/api.md as tests use it: its lines, its programs and tables; and a relay to stand between its client and us."""
+"""docs/api.md as tests use it: its lines, its programs and tables; and a relay to stand between its client and us. The
+blocks and tables of another paper, too."""
 from __future__ import annotations
 
 import contextlib
@@ -18,9 +19,9 @@ UUID = r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}"
 ETAG = r'"[0-9a-f]{32}"'
 
 
-def blocks(language: str) -> list[str]:
+def blocks(language: str, text: str = TEXT) -> list[str]:
     """What stands between fences of this language."""
-    return re.findall(rf"(?ms)^```{language}\n(.*?)^```$", TEXT)
+    return re.findall(rf"(?ms)^```{language}\n(.*?)^```$", text)
 
 
 def lines() -> list[tuple[str, str]]:
@@ -37,9 +38,9 @@ def masked(text: str) -> str:
     return re.sub(r"(?m)^(date|sunset|retry-after): .*$", r"\1: LATER", text).strip()
 
 
-def table(heading: str) -> dict[str, list[str]]:
+def table(heading: str, text: str = TEXT) -> dict[str, list[str]]:
     """The table whose first column is headed so: the other columns by the first one."""
-    rows = TEXT.split(f"\n| {heading} |")[1].split("\n\n")[0].splitlines()[2:]
+    rows = text.split(f"\n| {heading} |")[1].split("\n\n")[0].splitlines()[2:]
     cells = [[cell.strip() for cell in row.strip("| ").split(" | ")] for row in rows]
     return {first.strip("`"): rest for first, *rest in cells}
 
