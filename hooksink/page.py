@@ -18,22 +18,25 @@ h1 { font-size: 1.35rem; margin: 0 0 .5rem; }
 dl { display: flex; flex-wrap: wrap; gap: .25rem 1.5rem; margin: .5rem 0 1rem; }
 dl div { display: flex; gap: .4rem; }
 dd { margin: 0; font-weight: 600; font-variant-numeric: tabular-nums; }
-table { border-collapse: collapse; width: 100%; }
+table { border-collapse: collapse; width: 100%; table-layout: fixed; }
+th:nth-child(1), th:nth-child(5) { width: 9%; } th:nth-child(2) { width: 13%; }
+th:nth-child(3), th:nth-child(4) { width: 18%; } th:nth-child(6) { width: 11%; }
 caption { text-align: left; padding-bottom: .5rem; }
 th, td { text-align: left; vertical-align: top; padding: .4rem .6rem; border-top: 1px solid var(--line);
   overflow-wrap: anywhere; font-weight: normal; }
 thead th { font-weight: 600; background: var(--soft); overflow-wrap: normal; }
-code, pre, time { font: .87rem/1.4 ui-monospace, monospace; unicode-bidi: isolate; }
-pre { white-space: pre-wrap; overflow-wrap: anywhere; background: var(--soft); padding: .6rem; margin: .4rem 0 0;
+code, pre, time { font: .87rem/1.4 ui-monospace, monospace; unicode-bidi: isolate;
+  overflow-wrap: anywhere; }
+pre { white-space: pre-wrap; background: var(--soft); padding: .6rem; margin: .4rem 0 0;
   max-height: 24rem; overflow: auto; }
 summary { cursor: pointer; }
 .good { color: var(--good); } .bad { color: var(--bad); } .note { color: var(--note); }
 .good, .bad, .note { font-weight: 600; }
 @media (max-width: 60rem) {
-  table, caption, tbody, tr, th, td { display: block; }
+  table, caption, tbody, tr { display: block; }
   thead { position: absolute; clip-path: inset(50%); height: 1px; width: 1px; overflow: hidden; white-space: nowrap; }
   tbody tr { border: 1px solid var(--line); margin-bottom: .8rem; }
-  tbody th, tbody td { display: grid; grid-template-columns: 6.5rem minmax(0, 1fr); border-top: 0;
+  tbody th:nth-child(n), tbody td { width: auto; display: grid; grid-template-columns: 6.5rem minmax(0, 1fr); border-top: 0;
     padding: .25rem .6rem; }
   tbody th { background: var(--soft); }
   tbody th::before, tbody td::before { content: attr(data-name); }
@@ -64,7 +67,8 @@ _PAGE = """<!doctype html>
 <tbody role="rowgroup">
 {%- for hook in hooks %}
 <tr role="row">
-<th scope="row" role="rowheader" data-name="time"><time datetime="{{ hook.at }}">{{ hook.at }}</time></th>
+<th scope="row" role="rowheader" data-name="time">
+<time datetime="{{ hook.at }}">{{ hook.at|replace("T", " ") }}</time></th>
 <td role="cell" data-name="path"><code>{{ hook.path }}</code></td>
 <td role="cell" data-name="job"><div><code>{{ hook.job_id or "-" }}</code><br>{{ hook.status }}
 {%- if hook.kind %} ({{ hook.kind }}){% endif %}</div></td>
