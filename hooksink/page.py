@@ -19,11 +19,11 @@ dl { display: flex; flex-wrap: wrap; gap: .25rem 1.5rem; margin: .5rem 0 1rem; }
 dl div { display: flex; gap: .4rem; }
 dd { margin: 0; font-weight: 600; font-variant-numeric: tabular-nums; }
 table { border-collapse: collapse; width: 100%; table-layout: fixed; }
-th:nth-child(1), th:nth-child(5) { width: 9%; } th:nth-child(2) { width: 13%; }
-th:nth-child(3), th:nth-child(4) { width: 18%; } th:nth-child(6) { width: 11%; }
+th:nth-child(1), th:nth-child(5), th:nth-child(6) { width: 10%; } th:nth-child(2) { width: 13%; }
+th:nth-child(3), th:nth-child(4) { width: 17%; }
 caption { text-align: left; padding-bottom: .5rem; }
-th, td { text-align: left; vertical-align: top; padding: .4rem .6rem; border-top: 1px solid var(--line);
-  overflow-wrap: anywhere; font-weight: normal; }
+th, td { box-sizing: border-box; text-align: left; vertical-align: top; padding: .4rem .6rem;
+  border-top: 1px solid var(--line); overflow-wrap: anywhere; font-weight: normal; }
 thead th { font-weight: 600; background: var(--soft); overflow-wrap: normal; }
 code, pre, time { font: .87rem/1.4 ui-monospace, monospace; unicode-bidi: isolate;
   overflow-wrap: anywhere; }
@@ -34,10 +34,10 @@ summary { cursor: pointer; }
 .good, .bad, .note { font-weight: 600; }
 @media (max-width: 60rem) {
   table, caption, tbody, tr { display: block; }
-  thead { position: absolute; clip-path: inset(50%); height: 1px; width: 1px; overflow: hidden; white-space: nowrap; }
+  thead { position: absolute; clip-path: inset(50%); height: 1px; width: 1px; overflow: hidden; }
   tbody tr { border: 1px solid var(--line); margin-bottom: .8rem; }
-  tbody th:nth-child(n), tbody td { width: auto; display: grid; grid-template-columns: 6.5rem minmax(0, 1fr); border-top: 0;
-    padding: .25rem .6rem; }
+  tbody th:nth-child(n), tbody td { width: auto; display: grid; grid-template-columns: 6.5rem minmax(0, 1fr);
+    border-top: 0; padding: .25rem .6rem; }
   tbody th { background: var(--soft); }
   tbody th::before, tbody td::before { content: attr(data-name); }
 }

@@ -62,6 +62,7 @@ def send_all_sorts(site: Site) -> None:
     assert send(site, "/flaky/1?retry_after=7", "msg_3", job_id="01a22930-2a90-70f5-af16-2480d1bbdc1b") == 503
     assert send(site, "/status/301", "msg_4", type="job.failed", status="failed") == 301
     assert send(site, "/<script>alert(3)</script>/\u202e", "msg_<b>5", **{"job_id": HOSTILE, "kind": HOSTILE}) == 204
+    assert send(site, "//", "msg_//") == 204
     assert send(site, "/" + "x" * 3000, "msg_" + "y" * 3000, job_id="z" * 3000, result="w" * 100_000) == 204
 
 
@@ -94,20 +95,20 @@ def test_the_page_shows_what_came_and_runs_none_of_it(browser: Browser, sink: Si
     send_all_sorts(sink)
     with looked_at(browser, sink) as page:
         rows = [row.inner_text() for row in page.get_by_role("row").all()[1:]]
-        assert page.inner_text("dl").split() == "received 7 valid 6 invalid 1 duplicates 1".split()
+        assert page.inner_text("dl").split() == "received 8 valid 7 invalid 1 duplicates 1".split()
         assert page.get_by_role("columnheader").all_inner_texts() == [
             "time", "path", "job", "webhook id", "signature", "answer", "body"]
-        assert page.get_by_role("rowheader").count() == len(rows) == 7
-        huge, hostile, redirect, flaky, wrong, again, first = rows
+        assert page.get_by_role("rowheader").count() == len(rows) == 8
+        huge, slashes, hostile, redirect, flaky, wrong, again, first = rows
         assert "msg_1" in first and "valid" in first and "duplicate" not in first and "204" in first
         assert "j1" in first and "succeeded (job.succeeded)" in first
-        assert "duplicate" in again
+        assert "duplicate" in again and "//" in slashes
         assert "/elsewhere" in wrong and "invalid: no signature matches" in wrong and "401" in wrong
         assert "503 not yet; Retry-After: 7" in flaky and "?retry_after=7" in flaky
         assert "301; Location: /followed" in redirect and "failed (job.failed)" in redirect
         assert "/<script>alert(3)</script>/\\u202e" in hostile and HOSTILE[:40] in hostile and "msg_<b>5" in hostile
         assert "{{ 7 * 7 }}\\u202e\\u0007" in hostile
-        page.locator("summary").nth(1).click()
+        page.locator("summary").nth(2).click()
         assert "{{ 7 * 7 }}\\u202e" in page.locator("pre:visible").inner_text()
         page.locator("summary").nth(0).click()
         assert len(page.locator("pre").nth(0).inner_text()) == 4096 and "Only the beginning" in page.inner_text("main")
