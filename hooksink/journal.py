@@ -87,8 +87,8 @@ class Journal:
     def _read(self, file: int, start: int) -> int:
         """Remembers the ids in the file from there on; returns its end. Of a file that is too long, the end counts."""
         end = os.fstat(file).st_size
-        text = os.pread(file, 2 * MAX_BYTES, max(0, end - 2 * MAX_BYTES, min(start, end)))
-        for match in _WEBHOOK_ID.finditer(text):
+        begin = max(0, end - 2 * MAX_BYTES, min(start, end))
+        for match in _WEBHOOK_ID.finditer(os.pread(file, end - begin, begin)):
             self._remember(match[1])
         return end
 

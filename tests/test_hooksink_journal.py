@@ -1,6 +1,7 @@
 """hook.log: whole lines, a bound, and duplicates that are known however often it is put aside."""
 from __future__ import annotations
 
+import fcntl
 import os
 import subprocess
 import sys
@@ -22,9 +23,11 @@ WRITER = """
 import sys
 from pathlib import Path
 from hooksink import journal
-journal.MAX_BYTES = 20_000
+journal.MAX_BYTES = 60_000
 log = journal.Journal(Path(sys.argv[1]))
-print(sum(log.accepted("j", "succeeded", f"msg_{number}") for number in range(150)))
+print("ready", flush=True)
+sys.stdin.readline()
+print(sum(log.accepted("j", "succeeded", f"msg_{number}") for number in range(500)))
 """
 
 
@@ -45,15 +48,20 @@ def test_a_log_that_is_full_is_put_aside_and_its_ids_are_known(
 
 
 def test_processes_and_threads_write_whole_lines_and_know_each_others_ids(tmp_path: Path) -> None:
-    """20,000 bytes hold 150 lines or more: nothing falls out of the two files here."""
+    """The file is put aside once here, in mid-race, so that nothing falls out of the two."""
     log = tmp_path / "hook.log"
-    writers = [subprocess.Popen([sys.executable, "-c", WRITER, str(log)], cwd=ROOT, stdout=subprocess.PIPE, text=True)
-               for _ in range(2)]
+    writers = [subprocess.Popen([sys.executable, "-c", WRITER, str(log)], cwd=ROOT, text=True,
+                                stdin=subprocess.PIPE, stdout=subprocess.PIPE) for _ in range(2)]
+    assert [writer.stdout.readline() for writer in writers if writer.stdout] == ["ready\n"] * 2
+    for writer in writers:
+        assert writer.stdin
+        writer.stdin.write("go\n")
+        writer.stdin.flush()
     duplicates = sum(int(writer.communicate(timeout=60)[0]) for writer in writers)
-    assert all(writer.returncode == 0 for writer in writers) and duplicates == 150
+    assert all(writer.returncode == 0 for writer in writers) and duplicates == 500
     lines = [line for file in (tmp_path / "hook.log.1", log) for line in file.read_text().splitlines()]
-    assert len(lines) == 300 and all("signature=valid" in line and line.count("job_id=") == 1 for line in lines)
-    assert sum(line.endswith(" duplicate") for line in lines) == 150
+    assert len(lines) == 1000 and all("signature=valid" in line and line.count("job_id=") == 1 for line in lines)
+    assert sum(line.endswith(" duplicate") for line in lines) == 500
     kept = Journal(tmp_path / "threads.log")
     threads = [threading.Thread(target=lambda: [kept.accepted("j", "s", str(n)) for n in range(50)]) for _ in range(8)]
     for thread in threads:
@@ -62,6 +70,23 @@ def test_processes_and_threads_write_whole_lines_and_know_each_others_ids(tmp_pa
         thread.join()
     text = (tmp_path / "threads.log").read_text()
     assert text.count("\n") == 400 and text.count(" duplicate\n") == 350
+
+
+def test_a_writer_waits_for_another_processs_line_and_heeds_it(tmp_path: Path) -> None:
+    """The other one holds the log, accepts the same id and puts the log aside."""
+    path, said = tmp_path / "hook.log", []
+    kept = Journal(path)
+    writer = threading.Thread(target=lambda: said.append(kept.accepted("j", "s", "msg_1")))
+    with open(path, "a") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        writer.start()
+        writer.join(0.3)
+        assert writer.is_alive()
+        other.write("2026-01-01T00:00:00.000Z job_id=j status=s webhook_id=msg_1 signature=valid\n")
+        other.flush()
+        path.rename(tmp_path / "hook.log.1")
+    writer.join(20)
+    assert said == [True] and path.read_text().endswith(" duplicate\n")
 
 
 def test_memory_and_start_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
