@@ -62,7 +62,6 @@ def create_app() -> Flask:
     """A WSGI application that logs to HOOK_LOG."""
     app = Flask("hooksink", static_folder=None)
     app.config["MAX_CONTENT_LENGTH"] = MAX_BODY_BYTES
-    app.url_map.merge_slashes = app.url_map.redirect_defaults = False  # every path as it came
     app.url_map.converters["anything"] = Anything
     log, failures, hooks, since = Journal(log_path()), misbehaviour.Failures(), received.Received(), journal.moment()
 
