@@ -61,7 +61,7 @@ def check() -> None:
 def create_app() -> Flask:
     """A WSGI application that logs to HOOK_LOG."""
     app = Flask("hooksink", static_folder=None)
-    app.config["MAX_CONTENT_LENGTH"] = MAX_BODY_BYTES
+    app.config["MAX_CONTENT_LENGTH"] = MAX_BODY_BYTES + 1  # of a chunked body as much is read, and no error raised
     app.url_map.converters["anything"] = Anything
     log, failures, hooks, since = Journal(log_path()), misbehaviour.Failures(), received.Received(), journal.moment()
 
@@ -123,9 +123,10 @@ def create_app() -> Flask:
 def _body() -> bytes | None:
     """None for one that is too long."""
     try:
-        return request.get_data()
+        body = request.get_data()
     except RequestEntityTooLarge:
         return None
+    return body if len(body) <= MAX_BODY_BYTES else None
 
 
 def _wrong(body: bytes | None) -> str | None:

@@ -1,6 +1,7 @@
 """hooksink: what a developer sees of a callback."""
 from __future__ import annotations
 
+import io
 import os
 import re
 import subprocess
@@ -139,6 +140,13 @@ def test_a_signed_body_that_is_no_hook_is_a_400(sink: FlaskClient, body: str) ->
 def test_a_body_that_is_too_long_is_a_413(sink: FlaskClient, log: Path) -> None:
     assert send(sink, body="x" * (2 * 1024 * 1024 + 1)) == 413
     assert "signature=invalid (the body is over 2097152 bytes)" in log.read_text()
+
+
+@pytest.mark.parametrize("more,status", [(0, 401), (1, 413), (1000, 413)])
+def test_a_chunked_body_that_is_too_long_is_a_413(sink: FlaskClient, more: int, status: int) -> None:
+    answer = sink.post("/", input_stream=io.BytesIO(b"x" * (2 * 1024 * 1024 + more)),
+                       environ_overrides={"wsgi.input_terminated": True, "CONTENT_LENGTH": ""})
+    assert answer.status_code == status
 
 
 def test_every_answer_is_one_line_without_html(sink: FlaskClient) -> None:
