@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 from datetime import datetime, timedelta
 from typing import Any
 
-from sqlalchemy import Connection, bindparam, insert, select, update
+from sqlalchemy import Connection, bindparam, func, insert, select, update
 
 from app import backoff, states
 from app.clock import isoformat
@@ -57,9 +57,9 @@ def find(view: Connection, endpoint: str) -> Circuit | None:
 
 def as_document(circuit: Circuit) -> dict[str, Any]:
     """An endpoint's standing as clients read it."""
+    moments = {"failing_since": circuit.failing_since, "paused_until": circuit.paused_until}
     return {"standing": circuit.standing, "failures": circuit.failures,
-            "failing_since": None if circuit.failing_since is None else isoformat(circuit.failing_since),
-            "paused_until": None if circuit.paused_until is None else isoformat(circuit.paused_until)}
+            **{name: isoformat(at) for name, at in moments.items() if at is not None}}
 
 
 def attempts_at_a_time(standing: str | None, per_host: int) -> int:
@@ -73,6 +73,16 @@ def paused(circuit: Circuit | None, now: datetime) -> datetime | None:
     """Until when this endpoint is left alone; None when it is not."""
     until = None if circuit is None else circuit.paused_until
     return until if until is not None and until > now else None
+
+
+_failing = select(
+    func.count(), func.count(endpoints.c.paused_until)).where(endpoints.c.standing == states.FAILING)
+
+
+def failing(view: Connection) -> tuple[int, int]:
+    """How many endpoints failed last, and how many of them are paused."""
+    all_of_them, are_paused = view.execute(_failing).one()
+    return all_of_them, are_paused
 
 
 _add = insert(endpoints)

@@ -16,7 +16,7 @@ from redis.exceptions import RedisError
 from sqlalchemy import Connection, func, select
 from sqlalchemy.exc import SQLAlchemyError
 
-from app import clock, db, kinds, outbox, presence, states, status
+from app import circuits, clock, db, kinds, outbox, presence, states, status
 from app.schema import deliveries as delivery_rows
 from app.schema import jobs as job_rows
 from app.schema import outbox as outbox_rows
@@ -40,10 +40,11 @@ OLDEST_JOB = Gauge("uketsuke_oldest_unfinished_job_seconds", (), "Age of the old
 OUTBOX = Gauge("uketsuke_outbox_rows", ("state",), "Rows of the outbox.")
 OLDEST_ROW = Gauge("uketsuke_outbox_oldest_due_seconds", (), "How long the longest due row has not been published.")
 DELIVERIES = Gauge("uketsuke_unfinished_deliveries", ("state",), "Callbacks pending and being sent.")
+ENDPOINTS = Gauge("uketsuke_failing_endpoints", ("state",), "Callback endpoints that failed last: tried, or paused.")
 RELAY = Gauge("uketsuke_relay_last_run_seconds", (), "How long ago the relay last drained the outbox.")
 REACHABLE = Gauge("uketsuke_reachable", ("part",), "Whether this process reached it for this scrape.")
 
-READ = (UNFINISHED, OLDEST_JOB, OUTBOX, OLDEST_ROW, DELIVERIES, RELAY, REACHABLE)
+READ = (UNFINISHED, OLDEST_JOB, OUTBOX, OLDEST_ROW, DELIVERIES, ENDPOINTS, RELAY, REACHABLE)
 
 Readings = list[tuple[tuple[str, ...], float]]
 
@@ -85,6 +86,7 @@ def _of_database(now: datetime) -> tuple[list[tuple[Gauge, Readings]], bool]:
                 (OUTBOX, _outbox(view)),
                 (OLDEST_ROW, [((), _age(now, outbox.oldest_waiting(view)))]),
                 (DELIVERIES, _deliveries(view)),
+                (ENDPOINTS, _endpoints(view)),
             ], True
     except (SQLAlchemyError, OSError) as error:
         log.warning("the database did not tell", extra={"error": db.reason(error)})
@@ -135,3 +137,8 @@ _of_deliveries = select(*(
 
 def _deliveries(view: Connection) -> Readings:
     return [((state,), number) for state, number in zip(_unfinished_deliveries, view.execute(_of_deliveries).one())]
+
+
+def _endpoints(view: Connection) -> Readings:
+    failing, paused = circuits.failing(view)
+    return [(("tried",), failing - paused), (("paused",), paused)]

@@ -8,7 +8,9 @@ from typing import Any
 from flask import Blueprint, Response
 from pydantic import ValidationError
 
-from app import clock, db, deliveries, ids, interventions, jobs, kinds, logs, ownership, pages, status, submissions
+from app import (
+    circuits, clock, db, deliveries, ids, interventions, jobs, kinds, logs, ownership, pages, status, submissions,
+)
 from app.api import answers, door, polling, queries, shutdown, tokens
 from app.errors import Flaw, InvalidInput
 from app.kinds import Kind
@@ -95,9 +97,13 @@ def cancel(job_id: str) -> Response:
 def list_deliveries(job_id: str) -> Response:
     """Every attempt to tell the job's end."""
     with db.reading() as view:
-        ownership.owned(jobs.find(view, _checked(job_id)), view, job_id, tokens.owner(), clock.now())
+        job = ownership.owned(jobs.find(view, _checked(job_id)), view, job_id, tokens.owner(), clock.now())
         attempts = deliveries.attempts_of_job(view, job_id)
-    return answers.of_json({"deliveries": [deliveries.attempt_as_document(attempt) for attempt in attempts]})
+        circuit = circuits.find(view, circuits.endpoint_of(job.callback_url)) if job.callback_url and attempts else None
+    document: dict[str, Any] = {"deliveries": [deliveries.attempt_as_document(attempt) for attempt in attempts]}
+    if circuit is not None:
+        document["endpoint"] = circuits.as_document(circuit)
+    return answers.of_json(document)
 
 
 @blueprint.post("/jobs/<job_id>/redeliver")

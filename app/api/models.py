@@ -141,10 +141,20 @@ class DeliveryAttempt(Answer):
     excerpt: str | None = Field(description="How the answer began.")
 
 
+class Endpoint(Answer):
+    """How the callback address (without its query) has answered lately, to whatever job."""
+
+    standing: Literal["well", "slow", "failing"]
+    failures: Count = Field(description="Failed attempts in a row.")
+    failing_since: Maybe[Moment]
+    paused_until: Maybe[Annotated[Moment, Field(description="It has failed for long: no attempt is made before then.")]]
+
+
 class DeliveryList(Answer):
     """Every try, the oldest first."""
 
     deliveries: list[DeliveryAttempt]
+    endpoint: Maybe[Endpoint]
 
 
 class Redelivery(Answer):
