@@ -6,12 +6,13 @@ ONLY ?=
 FIX ?=
 export SEED DATABASE ROUNDS SCALE FAULTS
 
-.PHONY: help setup run test test-story test-endurance test-rest chaos verify doctor lint lock clean
+.PHONY: help setup run test test-story test-endurance test-rest chaos bench verify doctor lint lock clean
 
 help:
 	@echo "make run      set up and start everything (ONLY=\"web courier ...\" for some lines)"
 	@echo "make test     set up and run every test"
 	@echo "make chaos    a storm of faults on real processes (SEED=, DATABASE=, ROUNDS=, SCALE=, FAULTS=)"
+	@echo "make bench    whether callbacks to a receiver that answers are as fast beside ones that hang"
 	@echo "make doctor   whether everything holds that must always hold (FIX=1 repairs what is safe)"
 	@echo "make verify   the whole story with real processes, recorded in docs/verification.md"
 	@echo "make setup    set up only: $(VENV) from the lock file, the tables"
@@ -56,6 +57,9 @@ test-rest:
 chaos: $(VENV)/.tests
 	@exec $(BIN)/python -m tests.storm
 
+bench: $(VENV)/.tests
+	@exec $(BIN)/python -m bench.isolation
+
 doctor: $(VENV)/.runs
 	@exec $(BIN)/python -m app.doctor $(if $(FIX),--fix)
 
@@ -63,7 +67,7 @@ verify: $(VENV)/.tests
 	@exec $(BIN)/python -m tests.verify
 
 lint: $(VENV)/.tests
-	@$(BIN)/flake8 app tasks hooksink tests examples celeryconfig.py
+	@$(BIN)/flake8 app tasks hooksink tests bench examples celeryconfig.py
 	@$(BIN)/mypy --no-error-summary app tasks hooksink
 
 REQUIRES = $(BIN)/python -c 'import configparser as c; s = c.ConfigParser(); s.read("setup.cfg"); print(s["options"]["install_requires"], $(1))'

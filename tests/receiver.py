@@ -4,6 +4,7 @@ from __future__ import annotations
 import contextlib
 import http.server
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -13,6 +14,7 @@ class Hook:
     path: str
     headers: dict[str, str]
     body: bytes
+    at: float = field(default_factory=time.time)
 
 
 @dataclass

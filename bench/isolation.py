@@ -1,0 +1,102 @@
+"""Whether callbacks to an endpoint that answers are as fast beside ones that hang: `make bench`.
+
+Each run is a fresh installation of real processes. 200 callbacks go to an endpoint that answers, interleaved with as
+many others: to a second one that answers (A), to one that hangs (B), or to 20 hosts that hang (C). Told is how the 200
+fare: from the end of a job to its callback, and from the first submission to the last callback. Runs alternate; medians.
+"""
+from __future__ import annotations
+
+import contextlib
+import json
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from tests import receiver, servers
+from tests.processes import Site
+from tests.servers import wait_until
+
+CALLBACKS = 200
+ROUNDS = 3
+_OTHERS = {"A": "an endpoint that answers", "B": "an endpoint that hangs", "C": "20 hosts that hang"}
+_HANGING_HOSTS = {"A": 0, "B": 1, "C": 20}
+
+
+@dataclass(frozen=True)
+class Run:
+    """How the 200 fared, in seconds."""
+
+    median: float
+    slowest: float
+    all_of_them: float
+
+
+@contextlib.contextmanager
+def _others(run: str) -> Iterator[list[receiver.Receiver]]:
+    hangs = threading.Event()
+    with contextlib.ExitStack() as stack:
+        made = [stack.enter_context(receiver.receiver()) for _ in range(_HANGING_HOSTS[run] or 1)]
+        if _HANGING_HOSTS[run]:
+            for other in made:
+                other.respond = lambda *_: hangs.wait(60) and None
+        try:
+            yield made
+        finally:
+            hangs.set()
+
+
+def measure(run: str, **settings: Any) -> Run:
+    """One run."""
+    with receiver.receiver() as well, _others(run) as others, tempfile.TemporaryDirectory() as folder:
+        allowed = ",".join(f"127.0.0.1:{each.port}" for each in (well, *others))
+        with Site(Path(folder), CALLBACK_ALLOW=allowed, **settings) as site:
+            stack = site.start("web", "worker", "courier", "beat", "redis")
+            site.wait_ready()
+            site.poll(site.submit(n=10))
+            began = time.time()
+            for number in range(CALLBACKS):
+                site.submit(n=10, callback_url=well.url)
+                site.submit(n=10, callback_url=others[number % len(others)].url)
+            wait_until(lambda: len(well.hooks) >= CALLBACKS, 600, "all callbacks")
+            stack.kill()
+    waits = [hook.at - _ended(hook) for hook in well.hooks]
+    return Run(statistics.median(waits), max(waits), max(hook.at for hook in well.hooks) - began)
+
+
+def _ended(hook: receiver.Hook) -> float:
+    return datetime.fromisoformat(json.loads(hook.body)["timestamp"]).timestamp()
+
+
+def report(database: str, new_settings: Callable[[], dict[str, str]]) -> None:
+    """Measures all sorts of runs in turn, and prints a line of each."""
+    runs: dict[str, list[Run]] = {run: [] for run in _OTHERS}
+    for _ in range(ROUNDS):
+        for run in _OTHERS:
+            runs[run].append(measure(run, **new_settings()))
+    plain = None
+    for run, each in runs.items():
+        median, slowest, total = (
+            statistics.median(getattr(one, name) for one in each) for name in ("median", "slowest", "all_of_them"))
+        plain = plain or total
+        print(f"| {database} | {_OTHERS[run]} | {median * 1000:.0f} ms | {slowest * 1000:.0f} ms | {total:.1f} s "
+              f"| {total / plain:.2f} |", flush=True)
+
+
+def main() -> None:
+    """Prints the table."""
+    print(f"{CALLBACKS} callbacks to an endpoint that answers, interleaved with as many others; medians of {ROUNDS}\n")
+    print("| database | the others go to | median wait | slowest | all of them | ratio |\n"
+          "| --- | --- | --- | --- | --- | --- |", flush=True)
+    report("sqlite", dict)
+    with servers.postgres() as server:
+        report("postgresql", lambda: {"DATABASE_URL": server.url(server.new_database())})
+
+
+if __name__ == "__main__":
+    main()
