@@ -8,14 +8,12 @@ from urllib.parse import urlsplit
 
 from sqlalchemy import Connection, bindparam, func, insert, select, update
 
-from app import backoff, circuits, outbox, states, turns
+from app import backoff, circuits, excerpts, outbox, states, turns
 from app.clock import isoformat
 from app.config import settings
 from app.ids import new_id
 from app.jobs import Job, storable
 from app.schema import deliveries, delivery_attempts, endpoints
-
-EXCERPT_CHARACTERS = 1024
 
 
 @dataclass(frozen=True)
@@ -39,7 +37,7 @@ class Delivery:
 @dataclass(frozen=True)
 class Attempt:
     """A row of `delivery_attempts`: how one try ended. Either a response code, or an error that says why there is none
-    (a response that broke off has both)."""
+    (a response that broke off has both). The excerpt is made by `excerpts.of`."""
 
     delivery_id: str
     attempt: int
@@ -235,9 +233,9 @@ def append(tx: Connection, tried: Attempt) -> None:
     """The row of an attempt."""
     tx.execute(_append, {
         "delivery_id": tried.delivery_id, "attempt": tried.attempt, "at": tried.at,
-        "response_code": tried.response_code, "error": None if tried.error is None else storable(tried.error),
-        "duration_seconds": tried.duration_seconds,
-        "excerpt": None if tried.excerpt is None else storable(tried.excerpt[:EXCERPT_CHARACTERS])})
+        "response_code": tried.response_code,
+        "error": None if tried.error is None else storable(excerpts.line(tried.error)),
+        "duration_seconds": tried.duration_seconds, "excerpt": tried.excerpt})
 
 
 _stalled = select(*_columns).where(

@@ -11,7 +11,7 @@ from datetime import datetime, timedelta
 
 from sqlalchemy import Connection
 
-from app import backoff, circuits, clock, db, deliveries, jobs, logs, metrics, signing, states, status, turns
+from app import backoff, circuits, clock, db, deliveries, excerpts, jobs, logs, metrics, signing, states, status, turns
 from app.circuits import Circuit
 from app.clock import isoformat
 from app.config import settings
@@ -151,7 +151,7 @@ def _act(
     except Unanswered as failure:
         code, error = failure.code, str(failure)
     else:
-        code, excerpt = answer.code, answer.excerpt.decode("utf-8", "replace")
+        code, excerpt = answer.code, excerpts.of(answer.excerpt, answer.content_encoding)
         retry_after = backoff.retry_after_seconds(answer.retry_after) if code in (429, 503) else None
     tried = Attempt(held.id, held.attempts, began_at, code, error, time.monotonic() - began, excerpt)
     return tried, retry_after, refused

@@ -34,6 +34,7 @@ class Answer:
     code: int
     retry_after: str | None
     excerpt: bytes
+    content_encoding: str | None = None
 
 
 class Unanswered(Exception):
@@ -61,7 +62,8 @@ def post(url: str, body: bytes, headers: dict[str, str], timeout: float) -> Answ
                 code = response.status_code
                 excerpt = _read(response)
                 deadline.check()
-                return Answer(code, response.headers.get("Retry-After"), excerpt)
+                said = response.headers
+                return Answer(code, said.get("Retry-After"), excerpt, said.get("Content-Encoding"))
         except SSRFGuardError as error:
             raise EndpointRefused(endpoints.reason(error)) from None
         except (requests.RequestException, urllib3.exceptions.HTTPError, OSError, ValueError) as error:

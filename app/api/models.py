@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, TypeVar, Union
 from pydantic import BaseModel, ConfigDict, Field, RootModel
 from pydantic.json_schema import SkipJsonSchema
 
-from app import ids
+from app import excerpts, ids
 
 Some = TypeVar("Some")
 # Of a member that is left out when it has no meaning; it is never null.
@@ -133,12 +133,16 @@ class DeliveryAttempt(Answer):
     """One try to tell a job's end to its callback address."""
 
     webhook_id: str = Field(description="The `webhook-id` of its delivery, the same in each of its attempts.")
-    attempt: int = Field(ge=1)
-    at: Moment
-    response_code: int | None
-    error: str | None = Field(description="Why there was no answer.")
-    duration_seconds: float = Field(ge=0)
-    excerpt: str | None = Field(description="How the answer began.")
+    attempt: int = Field(ge=1, description="Which try of this delivery it is, counted from 1.")
+    at: Annotated[Moment, Field(description="When it began, or was found interrupted: RFC 3339 in UTC, milliseconds.")]
+    response_code: int | None = Field(ge=100, le=999, description="The status code; null when there was none.")
+    error: str | None = Field(
+        description="Why there was no whole answer, in one line of safe text; null when there was one.")
+    duration_seconds: float = Field(
+        ge=0, description="Seconds from its beginning to the end of the answer; 0 when it was interrupted.")
+    excerpt: str | None = Field(
+        max_length=excerpts.MAX_BYTES, description="The first 1,024 bytes of the answer's body as UTF-8, U+FFFD for "
+        "what is unsafe to show; null without a whole answer, and when it was compressed.")
 
 
 class Endpoint(Answer):
