@@ -53,6 +53,22 @@ def redeliver(owner: str, job_id: str, now: datetime) -> Delivery:
 
     Raises `errors.NotFound`, `errors.Expired`, `errors.Unfinished` and `errors.NoCallback`.
     """
+    latest = _redeliver(owner, job_id, None, now, now)
+    assert latest is not None
+    return latest
+
+
+def redeliver_after(
+    ended_id: str, owner: str, job_id: str, first_attempt_at: datetime, now: datetime,
+) -> Delivery | None:
+    """As `redeliver`, when the job's latest round is this one and has ended; otherwise None, and nothing is changed: so
+    whoever asks for a round after this one, and however often, gets one. Its first attempt is made at that moment."""
+    return _redeliver(owner, job_id, ended_id, first_attempt_at, now)
+
+
+def _redeliver(
+    owner: str, job_id: str, ended_id: str | None, first_attempt_at: datetime, now: datetime,
+) -> Delivery | None:
     with db.transaction() as tx:
         job = ownership.owned(jobs.keep(tx, job_id), tx, job_id, owner, now)
         if job.callback_url is None:
@@ -62,10 +78,17 @@ def redeliver(owner: str, job_id: str, now: datetime) -> Delivery:
         turns.hold(tx, deliveries.host_of(job.callback_url))
         circuits.resume(tx, circuits.endpoint_of(job.callback_url))
         latest = deliveries.latest_of_job(tx, job_id)
+        if ended_id is not None and not _has_ended(latest, ended_id):
+            return None
         if latest is not None and latest.state == states.PENDING:
             latest = deliveries.hasten(tx, latest, now) or latest
         else:
-            latest = deliveries.add(tx, job, now, now if latest is None else max(now, latest.created_at + _LATER))
+            began = now if latest is None else max(now, latest.created_at + _LATER)
+            latest = deliveries.add(tx, job, first_attempt_at, began)
         job = jobs.touch(tx, job_id)
-    status.write(job, latest, wake=True)
+    status.write(job, latest, wake=first_attempt_at <= now)
     return latest
+
+
+def _has_ended(latest: Delivery | None, ended_id: str) -> bool:
+    return latest is not None and latest.id == ended_id and latest.state not in states.UNFINISHED_DELIVERIES
