@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from datetime import datetime, timedelta
 from typing import Any
 
@@ -36,6 +36,7 @@ class Circuit:
     failures: int
     failing_since: datetime | None
     paused_until: datetime | None
+    noted_at: datetime
 
 
 _columns = [endpoints.c[field.name] for field in fields(Circuit)]
@@ -88,7 +89,7 @@ def failing(view: Connection) -> tuple[int, int]:
 _add = insert(endpoints)
 _change = update(endpoints).where(endpoints.c.id == bindparam("endpoint")).values(
     standing=bindparam("becomes"), failures=bindparam("in_a_row"), failing_since=bindparam("since"),
-    paused_until=bindparam("until"))
+    paused_until=bindparam("until"), noted_at=bindparam("now"))
 
 
 def note(
@@ -100,13 +101,13 @@ def note(
     if not answered:
         after = _failed(endpoint, host, before, chance, now)
     else:
-        after = Circuit(endpoint, host, states.SLOW if seconds > SLOW_SECONDS else states.WELL, 0, None, None)
+        after = Circuit(endpoint, host, states.SLOW if seconds > SLOW_SECONDS else states.WELL, 0, None, None, now)
     if before is None:
-        tx.execute(_add, {name: getattr(after, name) for name in Circuit.__dataclass_fields__})
-    elif before != after:
+        tx.execute(_add, asdict(after))
+    elif replace(before, noted_at=now) != after:
         tx.execute(_change, {
             "endpoint": endpoint, "becomes": after.standing, "in_a_row": after.failures, "since": after.failing_since,
-            "until": after.paused_until})
+            "until": after.paused_until, "now": now})
     _tell(before, after)
     return after
 
@@ -118,7 +119,7 @@ def _failed(endpoint: str, host: str, before: Circuit | None, chance: float, now
     pause = None
     if failures >= FAILURES_IN_A_ROW and failing_seconds >= FAILING_SECONDS:
         pause = now + timedelta(seconds=backoff.pause_seconds(failing_seconds, chance))
-    return Circuit(endpoint, host, states.FAILING, failures, since, pause)
+    return Circuit(endpoint, host, states.FAILING, failures, since, pause, now)
 
 
 def _tell(before: Circuit | None, after: Circuit) -> None:

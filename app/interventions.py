@@ -7,7 +7,7 @@ from datetime import datetime, timedelta
 
 from sqlalchemy import Connection
 
-from app import circuits, db, deliveries, jobs, metrics, outbox, ownership, states, status, turns
+from app import circuits, db, deliveries, jobs, metrics, outbox, ownership, retention, states, status, turns
 from app.config import settings
 from app.deliveries import Delivery
 from app.errors import Finished, NoCallback, Unfinished
@@ -49,7 +49,7 @@ def _end_queued(tx: Connection, job: Job, now: datetime) -> Job:
 
 def redeliver(owner: str, job_id: str, now: datetime) -> Delivery:
     """One more round of telling how the job ended, from now on; a round that waits for its next attempt makes it now
-    instead. Returns the delivery.
+    instead. Returns the delivery. It is possible as long as the job can be read, or its callback is kept for that.
 
     Raises `errors.NotFound`, `errors.Expired`, `errors.Unfinished` and `errors.NoCallback`.
     """
@@ -70,16 +70,15 @@ def _redeliver(
     owner: str, job_id: str, ended_id: str | None, first_attempt_at: datetime, now: datetime,
 ) -> Delivery | None:
     with db.transaction() as tx:
-        job = ownership.owned(jobs.keep(tx, job_id), tx, job_id, owner, now)
-        if job.callback_url is None:
-            raise NoCallback("the job was submitted without a callback_url")
-        if not job.final:
-            raise Unfinished(f"the job is {job.status}")
-        turns.hold(tx, deliveries.host_of(job.callback_url))
-        circuits.resume(tx, circuits.endpoint_of(job.callback_url))
+        job = _tellable(ownership.kept(jobs.keep(tx, job_id), tx, job_id, owner), now)
+        turns.hold(tx, deliveries.host_of(job.callback_url or ""))
         latest = deliveries.latest_of_job(tx, job_id)
+        kept = latest is not None and retention.is_kept_for(latest.state, latest.finished_at, now)
+        if ownership.has_expired(job, now) and not kept:
+            raise ownership.expired(job)
         if ended_id is not None and not _has_ended(latest, ended_id):
             return None
+        circuits.resume(tx, circuits.endpoint_of(job.callback_url or ""))
         if latest is not None and latest.state == states.PENDING:
             latest = deliveries.hasten(tx, latest, now) or latest
         else:
@@ -88,6 +87,15 @@ def _redeliver(
         job = jobs.touch(tx, job_id)
     status.write(job, latest, wake=first_attempt_at <= now)
     return latest
+
+
+def _tellable(job: Job, now: datetime) -> Job:
+    if job.callback_url is None:
+        raise ownership.expired(job) if ownership.has_expired(job, now) else NoCallback(
+            "the job was submitted without a callback_url")
+    if not job.final:
+        raise Unfinished(f"the job is {job.status}")
+    return job
 
 
 def _has_ended(latest: Delivery | None, ended_id: str) -> bool:

@@ -219,9 +219,12 @@ def _pruned_before(now: datetime) -> datetime:
 
 
 def _unpruned(now: datetime) -> _Ids:
-    """A job whose callback ends after the job's own time to live is pruned then."""
+    """A job whose callback ends after the job's own time to live is pruned then, or when it need not be kept to be
+    asked for again."""
+    kept_since = _ago(_pruned_before(now), settings().result_ttl_seconds)
     telling = exists().where(deliveries.c.job_id == jobs.c.id, or_(
-        deliveries.c.state.in_(sorted(states.UNFINISHED_DELIVERIES)), deliveries.c.finished_at >= _pruned_before(now)))
+        deliveries.c.state.in_(sorted(states.UNFINISHED_DELIVERIES)), deliveries.c.finished_at >= _pruned_before(now),
+        and_(deliveries.c.state == states.EXHAUSTED, deliveries.c.finished_at >= kept_since)))
     return select(jobs.c.id, jobs.c.expires_at).where(jobs.c.expires_at < _pruned_before(now), ~telling)
 
 

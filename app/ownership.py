@@ -17,10 +17,27 @@ def unknown() -> NotFound:
 
 def owned(found: Job | None, view: Connection, job_id: str, owner: str, now: datetime) -> Job:
     """The job that was found, when it is this owner's and can still be read. Raises NotFound and Expired."""
+    job = kept(found, view, job_id, owner)
+    if has_expired(job, now):
+        raise expired(job)
+    return job
+
+
+def kept(found: Job | None, view: Connection, job_id: str, owner: str) -> Job:
+    """As `owned`, when the job has not been pruned, whether it can still be read or not."""
     if found is None:
         raise retention.find_tombstone(view, job_id, owner) or unknown()
     if found.owner != owner:
         raise unknown()
-    if found.expires_at is not None and found.finished_at is not None and found.expires_at <= now:
-        raise Expired(found.id, found.kind, found.status, found.finished_at, found.expires_at)
     return found
+
+
+def has_expired(job: Job, now: datetime) -> bool:
+    """Whether the job's time to live is over."""
+    return job.expires_at is not None and job.expires_at <= now
+
+
+def expired(job: Job) -> Expired:
+    """The end of a final job's time to live."""
+    assert job.finished_at is not None and job.expires_at is not None
+    return Expired(job.id, job.kind, job.status, job.finished_at, job.expires_at)

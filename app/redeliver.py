@@ -93,7 +93,7 @@ def count(wanted: Range, now: datetime) -> Count:
     """Counts, and changes nothing."""
     found, expired = Counter[tuple[str, str]](), 0
     for known in rounds.ended(wanted):
-        if known.expires_at <= now:
+        if known.has_expired(now):
             expired += 1
         else:
             found[known.state, known.host] += 1

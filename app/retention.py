@@ -1,35 +1,47 @@
 """What is kept for how long: finished jobs become tombstones, tombstones and old keys go."""
 from __future__ import annotations
 
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import Any
 
-from sqlalchemy import Connection, bindparam, delete, exists, insert, select, tuple_
+from sqlalchemy import Connection, and_, bindparam, delete, exists, insert, or_, select, tuple_
 
 from app import states
+from app.config import settings
 from app.errors import Expired
 from app.schema import deliveries, delivery_attempts, endpoints, idempotency_keys, jobs, outbox, tombstones
 
 BATCH = 500  # rows a transaction: a prune never holds up a submission for long
 
-_telling = exists().where(
-    deliveries.c.job_id == jobs.c.id, deliveries.c.state.in_(sorted(states.UNFINISHED_DELIVERIES)))
+_telling = exists().where(deliveries.c.job_id == jobs.c.id, or_(
+    deliveries.c.state.in_(sorted(states.UNFINISHED_DELIVERIES)),
+    and_(deliveries.c.state == states.EXHAUSTED, deliveries.c.finished_at > bindparam("kept_since"))))
 _expired = (
     select(jobs.c.id, jobs.c.owner, jobs.c.kind, jobs.c.status, jobs.c.finished_at, jobs.c.expires_at)
     .where(jobs.c.expires_at <= bindparam("now"), ~_telling)
     .order_by(jobs.c.expires_at).limit(BATCH).with_for_update(skip_locked=True, of=jobs))
 _ids: Any = bindparam("ids", expanding=True)
-_forget_endpoints = delete(endpoints).where(
-    endpoints.c.id.in_(_ids), ~exists().where(deliveries.c.endpoint == endpoints.c.id))
 _their_deliveries = select(deliveries.c.id).where(deliveries.c.job_id.in_(_ids))
+
+
+def _kept_since(now: datetime) -> datetime:
+    return now - timedelta(seconds=settings().result_ttl_seconds)
+
+
+def is_kept_for(delivery_state: str, finished_at: datetime | None, now: datetime) -> bool:
+    """Whether an expired job is kept for such a delivery: one that is under way, or was exhausted less than
+    `result_ttl_seconds` ago, and may be asked for again."""
+    if delivery_state in states.UNFINISHED_DELIVERIES:
+        return True
+    return delivery_state == states.EXHAUSTED and finished_at is not None and finished_at > _kept_since(now)
 
 
 def bury_expired_jobs(tx: Connection, now: datetime) -> list[str]:
     """final and expired → tombstone: at most BATCH jobs with all that hangs on them; returns their ids.
 
-    A job whose callback is still under way is kept until that has ended (its readers get 410 all the same).
+    A job whose callback `is_kept_for` is kept with it (its readers get 410 all the same).
     """
-    rows = tx.execute(_expired, {"now": now}).all()
+    rows = tx.execute(_expired, {"now": now, "kept_since": _kept_since(now)}).all()
     if not rows:
         return []
     ids = {"ids": [row.id for row in rows]}
@@ -39,9 +51,7 @@ def bury_expired_jobs(tx: Connection, now: datetime) -> list[str]:
     tx.execute(delete(delivery_attempts).where(delivery_attempts.c.delivery_id.in_(_their_deliveries)), ids)
     tx.execute(delete(outbox).where(
         outbox.c.task == states.DELIVER_WEBHOOK, outbox.c.target_id.in_(_their_deliveries)), ids)
-    called = tx.execute(delete(deliveries).where(
-        deliveries.c.job_id.in_(_ids)).returning(deliveries.c.endpoint), ids).scalars()
-    tx.execute(_forget_endpoints, {"ids": sorted(set(called))})
+    tx.execute(delete(deliveries).where(deliveries.c.job_id.in_(_ids)), ids)
     tx.execute(delete(jobs).where(jobs.c.id.in_(_ids)), ids)
     return [row.id for row in rows]
 
@@ -62,6 +72,15 @@ def forget_tombstones(tx: Connection, before: datetime) -> int:
 def forget_keys(tx: Connection, before: datetime) -> int:
     """Frees at most BATCH keys that were used before then and whose job is gone; returns how many."""
     return tx.execute(delete(idempotency_keys).where(tuple_(*_row).in_(_old_keys)), {"before": before}).rowcount
+
+
+_old_endpoints = select(endpoints.c.id).where(endpoints.c.noted_at <= bindparam("before")).limit(BATCH)
+
+
+def forget_endpoints(tx: Connection, before: datetime) -> int:
+    """Forgets at most BATCH endpoints whose standing has not changed since then: an attempt will note it anew. Returns
+    how many."""
+    return tx.execute(delete(endpoints).where(endpoints.c.id.in_(_old_endpoints)), {"before": before}).rowcount
 
 
 _find_tombstone = select(

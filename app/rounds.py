@@ -8,7 +8,7 @@ from typing import Any
 
 from sqlalchemy import Select, and_, exists, or_, select
 
-from app import clock, db, interventions, states
+from app import clock, db, interventions, retention, states
 from app.errors import Expired, NotFound
 from app.schema import deliveries, jobs
 
@@ -40,6 +40,11 @@ class Round:
     id: str
     state: str
     host: str
+    finished_at: datetime
+
+    def has_expired(self, now: datetime) -> bool:
+        """Whether the job's time is over, and the round is not kept to be asked for again."""
+        return self.expires_at <= now and not retention.is_kept_for(self.state, self.finished_at, now)
 
 
 _columns = [(jobs if field.name in ("owner", "expires_at") else deliveries).c[field.name] for field in fields(Round)]

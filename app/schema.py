@@ -176,11 +176,12 @@ deliveries = Table(
     _partial("ix_deliveries_next_attempt_at", "next_attempt_at", where="state = 'pending'"),
     _partial("ix_deliveries_leased_until", "leased_until", where="state = 'sending'"),
     Index("ix_deliveries_job_id", "job_id"),
-    Index("ix_deliveries_endpoint", "endpoint", "state", "next_attempt_at"),
+    _partial("ix_deliveries_pending_endpoint", "endpoint", "next_attempt_at", where="state = 'pending'"),
 )
 
 # How the callbacks to one URL (without its query) went lately; `id` is its SHA-256, since URLs are too long for an
 # index. `failures` counts failed attempts in a row, since `failing_since`; until `paused_until` there is no attempt.
+# `noted_at`: when any of it last changed.
 endpoints = Table(
     "endpoints", metadata,
     Column("id", String(64), primary_key=True),
@@ -189,10 +190,12 @@ endpoints = Table(
     Column("failures", Integer, nullable=False, server_default="0"),
     Column("failing_since", Moment),
     Column("paused_until", Moment),
+    Column("noted_at", Moment, nullable=False),
     CheckConstraint(_one_of("standing", states.STANDINGS), name="standing"),
     CheckConstraint("(standing = 'failing') = (failing_since IS NOT NULL)", name="failing_has_begun"),
     CheckConstraint("paused_until IS NULL OR standing = 'failing'", name="paused_is_failing"),
     _partial("ix_endpoints_failing", "paused_until", where="standing = 'failing'"),
+    Index("ix_endpoints_noted_at", "noted_at"),
 )
 
 # One try of one delivery, append only.

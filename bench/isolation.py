@@ -2,7 +2,8 @@
 
 Each run is a fresh installation of real processes. 200 callbacks go to an endpoint that answers, interleaved with as
 many others: to a second one that answers (A), to one that hangs (B), or to 20 hosts that hang (C). Told is how the 200
-fare: from the end of a job to its callback, and from the first submission to the last callback. Runs alternate; medians.
+fare: from the end of a job to its callback, and from the first submission to the last callback. Runs alternate, and
+medians are told.
 """
 from __future__ import annotations
 

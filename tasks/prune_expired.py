@@ -13,6 +13,9 @@ from tasks import celery
 
 log = logging.getLogger("uketsuke.prune")
 
+# Of an endpoint that answers well, that is how often it is noted anew; of one that fails, each attempt is a change.
+_ENDPOINT_UNCHANGED = timedelta(days=1)
+
 
 @celery.task("tasks.prune_expired")
 def prune_expired() -> None:
@@ -27,8 +30,9 @@ def run_once(now: datetime) -> int:
     keys_before = now - timedelta(seconds=settings().idempotency_ttl_seconds)
     gone = _each_batch(lambda tx: range(retention.forget_tombstones(tx, tombstones_before)))
     keys = _each_batch(lambda tx: range(retention.forget_keys(tx, keys_before)))
-    if buried or gone or keys:
-        log.info("pruned", extra={"jobs": buried, "tombstones": gone, "keys": keys})
+    endpoints = _each_batch(lambda tx: range(retention.forget_endpoints(tx, now - _ENDPOINT_UNCHANGED)))
+    if buried or gone or keys or endpoints:
+        log.info("pruned", extra={"jobs": buried, "tombstones": gone, "keys": keys, "endpoints": endpoints})
     return buried
 
 

@@ -18,7 +18,7 @@ import pytest
 import requests
 from flask.testing import FlaskClient
 
-from app import backoff, clock, config, db, deliveries, kinds, ports
+from app import backoff, clock, config, db, deliveries, excerpts, kinds, ports
 from hooksink import signature as receiving
 from tasks import deliver_webhook, egress, run_job, signature
 from tasks.egress import Answer, Unanswered
@@ -285,7 +285,7 @@ def test_the_table_of_answers_is_the_codes() -> None:
 
 def held(attempts: int = 1) -> deliveries.Delivery:
     now = clock.now()
-    return deliveries.Delivery("msg_1", "j", "http://h", "h:80", "sending", attempts, None, now, None, now, None)
+    return deliveries.Delivery("msg_1", "j", "http://h", "h:80", "e", "sending", attempts, None, now, None, now, None)
 
 
 def led_to(code: int | None, refused: bool = False) -> str:
@@ -308,7 +308,7 @@ def test_the_answers_whose_retry_after_counts_are_those_that_it_names(api: Flask
     assert counts == set(told.split(", "))
 
 
-UNITS = {"s": 1, "min": 60, "h": 3600, "KiB": 1024, "characters": 1, "": 1}
+UNITS = {"s": 1, "min": 60, "h": 3600, "KiB": 1024, "bytes": 1, "": 1}
 
 
 def amount(text: str) -> int:
@@ -325,7 +325,7 @@ def test_the_schedule_and_the_bounds_are_the_defaults() -> None:
     assert 2.8 < days < 3.2 and "about\nthree days" in TEXT
     bounds = [(amount(most), setting.strip("`").lower()) for most, setting in paper.table("what", TEXT).values()]
     assert [most for most, setting in bounds if setting == "fixed"] == [
-        egress.CONNECT_SECONDS, egress.MAX_ANSWER_BYTES, deliveries.EXCERPT_CHARACTERS]
+        egress.CONNECT_SECONDS, egress.MAX_ANSWER_BYTES, excerpts.MAX_BYTES]
     assert {setting: most for most, setting in bounds if setting != "fixed"} == {
         name: defaults[name] for name in ("callback_timeout_seconds", "callback_per_host")}
 

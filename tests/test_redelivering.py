@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from flask.testing import FlaskClient
 
-from app import clock, db, deliveries, jobs, outbox, retention, status
+from app import clock, db, deliveries, jobs, outbox, retention, schema, status
 from app.api import create_app
 from tasks import deliver_webhook, prune_expired, rescue_stalled, run_job
 from tasks.egress import Answer
@@ -311,6 +311,35 @@ def test_an_expired_job_tells_nobody(api: FlaskClient, world: World, receiver: R
         assert problem(api.get(f"/jobs/{job_id}/deliveries")) == (410, "expired")
         prune_expired.run_once(later(1))
     assert world.count("jobs") == world.count("deliveries") == world.count("outbox") == 0
+
+
+def test_an_exhausted_callback_is_kept_to_be_asked_for_again(
+    api: FlaskClient, world: World, receiver: Receiver,
+) -> None:
+    """The schedule may take longer than the job can be read."""
+    job_id = end(api, receiver, 404)
+    with db.transaction() as tx:
+        tx.execute(schema.jobs.update().values(finished_at=later(-86_410), expires_at=later(-10)))
+    receiver.respond = None
+    assert prune_expired.run_once(later(86_000)) == 0 and nothing_is_wrong(world)
+    world.redis.flushall()
+    assert problem(api.get(f"/jobs/{job_id}")) == (410, "expired")
+    assert redeliver(api, job_id).status_code == 202
+    assert redeliver(api, job_id).status_code == 202  # under way: hastened
+    deliver_all()
+    assert len(receiver.hooks) == 2 and problem(redeliver(api, job_id)) == (410, "expired")
+    assert prune_expired.run_once(later(86_401)) == 1
+
+
+def test_an_exhausted_callback_is_kept_no_longer_than_a_result(
+    api: FlaskClient, world: World, receiver: Receiver,
+) -> None:
+    job_id = end(api, receiver, 404)
+    with db.transaction() as tx:
+        tx.execute(schema.jobs.update().values(finished_at=later(-86_410), expires_at=later(-10)))
+        tx.execute(schema.deliveries.update().values(finished_at=later(-86_401)))
+    assert problem(redeliver(api, job_id)) == (410, "expired")
+    assert prune_expired.run_once(clock.now()) == 1
 
 
 def test_a_job_that_is_being_pruned_has_expired(api: FlaskClient, world: World, receiver: Receiver) -> None:

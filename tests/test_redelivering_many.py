@@ -250,7 +250,7 @@ def test_what_has_expired_is_left_alone_and_counted(
     api: FlaskClient, world: World, receiver: Receiver, command: Any, monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """One before the command, one while it runs, and one is pruned while it runs."""
-    ids = sorted(end(api, receiver, *[400] * 4))
+    ids = sorted(end(api, receiver, *[410] * 4))
     world.sql("UPDATE jobs SET expires_at = finished_at WHERE id = :id", id=ids[0])
     ask = interventions.redeliver_after
 
@@ -262,7 +262,7 @@ def test_what_has_expired_is_left_alone_and_counted(
         return ask(*arguments)
 
     monkeypatch.setattr(interventions, "redeliver_after", meanwhile)
-    code, lines, _ = command("--since 1h --yes")
+    code, lines, _ = command("--since 1h --status gone --yes")
     assert code == 0 and lines[0].endswith(": 3") and lines[2] == "left alone, as they have expired: 1"
     assert lines[-1].startswith("rounds asked for: 1; left alone: 3 expired; the last one")
     assert pending(world) == [ids[3]]
