@@ -1,13 +1,16 @@
 """Callback addresses: which may be reached. Asked at submission, and again of the very address of each connection."""
 from __future__ import annotations
 
+import dataclasses
 import functools
 import ipaddress
+import math
+import re
 import socket
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as LookupTimeout
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from ssrfguard import DEFAULT_DENIED, AddressTable, Block, Policy, Reach, SSRFGuardError, Target
 from ssrfguard import resolve as resolve_and_check
@@ -17,13 +20,22 @@ from app.errors import EndpointRefused
 
 MAX_URL_LENGTH = 2048
 LOOKUP_SECONDS = 3.0  # a name server that does not answer must hold up neither a submission nor a delivery
-_LOOKUPS_AT_ONCE = 16
+ADDRESSES_TRIED = 2  # of a name that has several
+_LOOKUPS_AT_ONCE = 64  # one that nobody waits for any more still takes its thread until the name server gives up
+_PORTS = {"http": 80, "https": 443}
 _ANY_PORT = frozenset(range(1, 65536))
 
-# Azure's platform address is public by the registries, and serves instance metadata.
+
+def _denied(network: str, name: str, rfc: str) -> Block:
+    return Block(ipaddress.ip_network(network), name, rfc, Reach.DENIED)
+
+
+# A receiver has a global unicast address of its own: nothing that the registries list as special is one, also not what
+# carries another address in it, or means the nearest server of some kind.
 _DENIED = AddressTable((
-    *DEFAULT_DENIED.blocks,
-    Block(ipaddress.ip_network("168.63.129.16/32"), "Cloud metadata (Azure)", "none", Reach.DENIED),
+    *(dataclasses.replace(block, reach=Reach.DENIED) for block in DEFAULT_DENIED.blocks),
+    *(_denied(network, "not global unicast", "RFC4291") for network in ("::/3", "4000::/2", "8000::/1")),
+    _denied("168.63.129.16/32", "Cloud metadata (Azure)", "no RFC"),  # public by the registries
 ))
 
 
@@ -52,13 +64,7 @@ def check(url: str) -> None:
 
 
 def _admit(url: str) -> tuple[Policy, Target]:
-    try:
-        parts = urlsplit(url)
-        origin = (parts.hostname or "", parts.port or {"http": 80, "https": 443}.get(parts.scheme, 0))
-    except ValueError as error:
-        raise EndpointRefused(f"not a URL: {error}") from None
-    if "#" in url:
-        raise EndpointRefused("a fragment never reaches the receiver")
+    origin = _origin(url)
     opened, default = _policies(settings().callback_allow)
     policy = opened.get(origin, default)
     try:
@@ -67,17 +73,60 @@ def _admit(url: str) -> tuple[Policy, Target]:
         raise EndpointRefused(reason(error)) from None
 
 
+def _origin(url: str) -> tuple[str, int]:
+    """Host and port, of what has the form of a callback address; what is wrong is said without the URL."""
+    if len(url) > MAX_URL_LENGTH:
+        raise EndpointRefused(f"longer than {MAX_URL_LENGTH} characters")
+    try:
+        parts = urlsplit(url)
+        host = parts.hostname or ""
+    except ValueError:
+        raise EndpointRefused("not a URL") from None
+    if parts.scheme not in _PORTS:
+        raise EndpointRefused("neither http nor https")
+    if "@" in parts.netloc:
+        raise EndpointRefused("it holds user info, which would be kept and shown")
+    if "#" in url:
+        raise EndpointRefused("a fragment never reaches the receiver")
+    return host, _port(parts)
+
+
+def _port(parts: SplitResult) -> int:
+    try:
+        port = _PORTS[parts.scheme] if parts.port is None else parts.port
+    except ValueError:
+        port = 0
+    if port == 0 or parts.netloc.endswith(":"):
+        raise EndpointRefused("the port is no number from 1 to 65535")
+    return port
+
+
+_ADVICE = re.compile(r": |; |, which |, so ")  # what follows is for whoever programs with the library
+
+
 def reason(error: SSRFGuardError) -> str:
     """Why an address was refused, without the URL itself (it may hold a secret)."""
-    return str(getattr(error, "reason", error))
+    return _ADVICE.split(str(getattr(error, "reason", error)))[0]
 
 
-def lookup(host: str, port: int | None, *args: Any, **kwargs: Any) -> Any:
-    """`socket.getaddrinfo` within LOOKUP_SECONDS; raises `socket.gaierror` when the answer takes longer."""
+def lookup(
+    host: str, port: int | None, family: int = 0, type: int = 0, proto: int = 0, flags: int = 0,
+    *, seconds: float = math.inf,
+) -> Any:
+    """`socket.getaddrinfo` within LOOKUP_SECONDS, or less; raises `socket.gaierror` when the answer takes longer.
+
+    `localhost` and the names below it are this machine's, whatever the name server says (RFC 6761).
+    """
+    if f".{host.rstrip('.').lower()}".endswith(".localhost"):
+        host = "localhost"
+    if flags & socket.AI_NUMERICHOST:
+        return socket.getaddrinfo(host, port, family, type, proto, flags)
+    asked = _lookups().submit(socket.getaddrinfo, host, port, family, type, proto, flags)
     try:
-        return _lookups().submit(socket.getaddrinfo, host, port, *args, **kwargs).result(LOOKUP_SECONDS)
+        return asked.result(min(seconds, LOOKUP_SECONDS))
     except LookupTimeout:
-        raise socket.gaierror(socket.EAI_AGAIN, f"no answer within {LOOKUP_SECONDS:g} s") from None
+        asked.cancel()
+        raise socket.gaierror(socket.EAI_AGAIN, "no answer in time") from None
 
 
 @functools.lru_cache(maxsize=1)
@@ -109,4 +158,4 @@ def _opened(host: str, port: int) -> Policy:
 def _policy(networks: list[Any], ports: frozenset[int], hosts: frozenset[str] = frozenset()) -> Policy:
     return Policy(
         denied_networks=_DENIED, allowed_networks=tuple(networks), allowed_ports=ports, allowed_hosts=hosts,
-        max_url_length=MAX_URL_LENGTH, max_connection_attempts=2)
+        max_url_length=MAX_URL_LENGTH, max_connection_attempts=ADDRESSES_TRIED)
