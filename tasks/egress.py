@@ -18,8 +18,9 @@ from ssrfguard.requests import SafeAdapter, Session
 
 from app import endpoints
 from app.errors import EndpointRefused
+from tasks import reasons
 
-CONNECT_SECONDS = 3.0
+CONNECT_SECONDS = 3.0  # to each address of a name
 _NET_SECONDS = 1.0  # below the deadline, which ends every wait sooner and says so
 MAX_ANSWER_BYTES = 64 * 1024
 _CHUNK_BYTES = 4096
@@ -46,8 +47,8 @@ class Unanswered(Exception):
 
 
 def post(url: str, body: bytes, headers: dict[str, str], timeout: float) -> Answer:
-    """One attempt: never longer than `timeout` seconds (after CONNECT_SECONDS of name look-up and connecting at most),
-    never redirected, never through a proxy, never to an address that `endpoints` refuses.
+    """One attempt: never longer than `timeout` seconds, name look-up and connecting included, never redirected, never
+    through a proxy, never to an address that `endpoints` refuses.
 
     Raises EndpointRefused without having connected, and Unanswered.
     """
@@ -57,7 +58,7 @@ def post(url: str, body: bytes, headers: dict[str, str], timeout: float) -> Answ
         try:
             with session.post(
                 url, data=body, headers={**headers, "Content-Type": "application/json"}, stream=True,
-                allow_redirects=False, timeout=(CONNECT_SECONDS, timeout + _NET_SECONDS),
+                allow_redirects=False, timeout=(min(CONNECT_SECONDS, deadline.share), timeout + _NET_SECONDS),
             ) as response:
                 code = response.status_code
                 excerpt = _read(response)
@@ -66,31 +67,23 @@ def post(url: str, body: bytes, headers: dict[str, str], timeout: float) -> Answ
                 return Answer(code, said.get("Retry-After"), excerpt, said.get("Content-Encoding"))
         except SSRFGuardError as error:
             raise EndpointRefused(endpoints.reason(error)) from None
+        except requests.exceptions.InvalidURL:
+            raise EndpointRefused("not a URL that can be called") from None
         except (requests.RequestException, urllib3.exceptions.HTTPError, OSError, ValueError) as error:
-            why = f"no whole answer within {timeout:g} s" if deadline.over else _reason(error)
-            raise Unanswered(why, code) from None
+            late = f"no whole answer within {timeout:g} s"
+            raise Unanswered(late if deadline.over else reasons.in_words(error, code is not None), code) from None
 
 
 def _read(response: requests.Response) -> bytes:
     """At most MAX_ANSWER_BYTES, as they came: a compressed body is not unpacked."""
-    kept = b""
+    kept = bytearray()
     while len(kept) < MAX_ANSWER_BYTES:
-        chunk = response.raw.read(min(_CHUNK_BYTES, MAX_ANSWER_BYTES - len(kept)), decode_content=False)
+        # Not `read`: a chunk that says its size is -1 would be read to its end, whatever was asked for.
+        chunk = response.raw.read1(min(_CHUNK_BYTES, MAX_ANSWER_BYTES - len(kept)), decode_content=False)
         if not chunk:
             break
         kept += chunk
-    return kept
-
-
-def _reason(error: Exception) -> str:
-    """The innermost cause, in a few words and without the URL."""
-    while isinstance(inner := error.__cause__ or error.__context__ or _argument(error), Exception):
-        error = inner
-    return f"{type(error).__name__}: {getattr(error, 'strerror', None) or error}"[:300]
-
-
-def _argument(error: Exception) -> Any:
-    return getattr(error, "reason", None) or (error.args[0] if error.args else None)
+    return bytes(kept[:MAX_ANSWER_BYTES])
 
 
 # --- the deadline: `requests` bounds each wait, not their sum, and threads cannot be interrupted ---
@@ -99,7 +92,9 @@ def _argument(error: Exception) -> Any:
 class _Running:
     """The running attempt of a thread: when its time is over, its sockets are shut and every wait on them ends."""
 
-    def __init__(self) -> None:
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self.share = seconds / (1 + endpoints.ADDRESSES_TRIED)  # of the look-up, and of connecting to each address
         self.over = False
         self.lock = threading.Lock()
         self.sockets: list[socket.socket] = []
@@ -109,7 +104,9 @@ class _Running:
             raise OSError("too late")
 
     def watch(self, used: socket.socket) -> None:
-        """Remembers a socket that the attempt uses, by a descriptor of its own: TLS replaces the first one."""
+        """Remembers a socket that the attempt uses, by a descriptor of its own: TLS replaces the first one. From now on
+        it is the deadline that ends a wait."""
+        used.settimeout(self.seconds + _NET_SECONDS)
         with self.lock:
             self.sockets.append(socket.socket(fileno=os.dup(used.fileno())))
         if self.over:
@@ -134,7 +131,7 @@ _this_thread = threading.local()
 
 @contextlib.contextmanager
 def _deadline(seconds: float) -> Iterator[_Running]:
-    running = _Running()
+    running = _Running(seconds)
     timer = threading.Timer(seconds, running.shut)
     timer.daemon = True
     timer.start()
@@ -158,6 +155,7 @@ def _watched(connection_class: type) -> type:
     def request(self: Any, *args: Any, **kwargs: Any) -> Any:
         if self.sock is not None:  # kept alive from an earlier attempt
             _this_thread.running.watch(self.sock)
+            self.timeout = self.sock.gettimeout()
         return connection_class.request(self, *args, **kwargs)  # type: ignore[attr-defined]
 
     return type(f"Watched{connection_class.__name__}", (connection_class,), {"_new_conn": new_conn, "request": request})
@@ -179,12 +177,16 @@ class _OneAnswer(Session):
         return None
 
 
+def _lookup(*asked: Any) -> Any:
+    return endpoints.lookup(*asked, seconds=_this_thread.running.share)
+
+
 @functools.lru_cache(maxsize=64)
 def _session(pid: int, policy: Policy) -> Session:
-    session = _OneAnswer(policy=policy, resolver=endpoints.lookup)
+    session = _OneAnswer(policy=policy, resolver=_lookup)
     for scheme in ("http://", "https://"):
         session.mount(scheme, _WatchedAdapter(
-            policy=policy, resolver=endpoints.lookup, pool_connections=_POOLS, pool_maxsize=_POOLS))
+            policy=policy, resolver=_lookup, pool_connections=_POOLS, pool_maxsize=_POOLS))
     session.trust_env = False  # neither proxies nor ~/.netrc
     session.cookies.set_policy(http.cookiejar.DefaultCookiePolicy(allowed_domains=[]))
     session.headers["User-Agent"] = _USER_AGENT
