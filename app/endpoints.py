@@ -14,6 +14,7 @@ from urllib.parse import SplitResult, urlsplit
 
 from ssrfguard import DEFAULT_DENIED, AddressTable, Block, Policy, Reach, SSRFGuardError, Target
 from ssrfguard import resolve as resolve_and_check
+from urllib3.util import parse_url
 
 from app.config import settings
 from app.errors import EndpointRefused
@@ -68,9 +69,19 @@ def _admit(url: str) -> tuple[Policy, Target]:
     opened, default = _policies(settings().callback_allow)
     policy = opened.get(origin, default)
     try:
-        return policy, policy.check_url(url)
+        policy.check_url(url)
+        return policy, policy.check_url(_as_sent(url))
     except SSRFGuardError as error:
         raise EndpointRefused(reason(error)) from None
+
+
+def _as_sent(url: str) -> str:
+    """What the HTTP client reads in it, which must be no other place: parsers differ."""
+    try:
+        parts = parse_url(url)
+    except ValueError:
+        raise EndpointRefused("not a URL") from None
+    return f"{parts.scheme}://{parts.host}:{parts.port or _PORTS.get(parts.scheme or '')}/"
 
 
 def _origin(url: str) -> tuple[str, int]:

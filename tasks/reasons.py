@@ -57,7 +57,7 @@ def _of_http(error: BaseException, answered: bool) -> str | None:
             return "headers too large: a line of more than 64 KiB"
         case http.client.HTTPException() if not answered:
             return "headers too large: more than 100"
-        case http.client.HTTPException() | ValueError() if answered:
+        case http.client.HTTPException():
             return "not HTTP: a body that cannot be read"
     return None
 
