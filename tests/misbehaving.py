@@ -47,14 +47,14 @@ def server(play: Play) -> Iterator[int]:
                 thread.join(10)
 
 
-def read_request(connection: socket.socket) -> None:
-    """The whole request: who closes a connection with unread bytes resets it."""
+def read_request(connection: socket.socket) -> list[bytes]:
+    """Reads the whole request, and returns its head: who closes a connection with unread bytes resets it."""
     with connection.makefile("rb") as stream:
-        length = 0
+        head = []
         while (line := stream.readline()) not in (b"\r\n", b""):
-            if line.lower().startswith(b"content-length:"):
-                length = int(line.split(b":")[1])
-        stream.read(length)
+            head.append(line.rstrip())
+        stream.read(sum(int(line.split(b":")[1]) for line in head if line.lower().startswith(b"content-length:")))
+        return head
 
 
 def says(*parts: bytes) -> Play:
@@ -135,10 +135,12 @@ def bomb(megabytes: int) -> bytes:
     return b"HTTP/1.1 200 OK\r\nContent-Encoding: gzip\r\nContent-Length: %d\r\n\r\n" % len(packed) + packed
 
 
-def over_tls(certificate: Path, play: Play) -> Play:
-    """The same within TLS; ends without its closing word."""
+def over_tls(certificate: Path, play: Play, asked_for: list[str | None] | None = None) -> Play:
+    """The same within TLS; ends without its closing word. `asked_for` gets the server names."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(certificate)
+    if asked_for is not None:
+        context.sni_callback = lambda _, name, __: asked_for.append(name)
 
     def wrapped(connection: socket.socket, over: threading.Event) -> None:
         with context.wrap_socket(connection.dup(), server_side=True) as inner:

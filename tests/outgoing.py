@@ -3,17 +3,20 @@ deliveries whose address was put there behind the API's back."""
 from __future__ import annotations
 
 import contextlib
+import errno
+import ipaddress
 import itertools
 import re
 import socket
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from flask.testing import FlaskClient
 
-from app import db, deliveries
-from tasks import run_job
+from app import db, deliveries, endpoints
+from tasks import egress, run_job
 from tests.conftest import World
 from tests.running import submit
 
@@ -56,7 +59,7 @@ def is_readable(reason: str) -> bool:
 
 @contextlib.contextmanager
 def connections(monkeypatch: pytest.MonkeyPatch, world: World) -> Iterator[list[Any]]:
-    """Where any socket of this process was connected to, but for Redis."""
+    """Where any socket of this process was connected to, but for Redis. No other machine is reached."""
     made: list[Any] = []
     redis_port = world.redis.connection_pool.connection_kwargs["port"]
 
@@ -65,7 +68,9 @@ def connections(monkeypatch: pytest.MonkeyPatch, world: World) -> Iterator[list[
 
         def connect(self: socket.socket, address: Any) -> Any:
             if address[1] != redis_port:
-                made.append(address)
+                made.append(address[:2])
+            if not ipaddress.ip_address(address[0]).is_loopback:
+                raise OSError(errno.ENETUNREACH, "Network is unreachable")
             return really(self, address)
 
         return connect
@@ -95,6 +100,19 @@ def nobody_came(waiting: socket.socket) -> bool:
     except BlockingIOError:
         return True
     return False
+
+
+@contextlib.contextmanager
+def trusted(file: Path) -> Iterator[None]:
+    """Callbacks believe this certificate, for the block."""
+    egress._session.cache_clear()
+    session = egress._session(egress.os.getpid(), endpoints.policy_for("https://127.0.0.1:1/"))
+    session.verify = str(file)
+    try:
+        yield
+    finally:
+        session.close()
+        egress._session.cache_clear()
 
 
 def name_server(monkeypatch: pytest.MonkeyPatch, **answers: list[Any]) -> list[str]:

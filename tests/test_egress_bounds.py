@@ -22,7 +22,7 @@ from tests import misbehaving, receiver as receivers, servers
 from tests.asking import all_at_once
 from tests.conftest import World, one_database
 from tests.misbehaving import bomb, drip, endless, over_tls, raw, reset, says
-from tests.outgoing import another_delivery, finish, is_readable
+from tests.outgoing import another_delivery, finish, is_readable, trusted
 from tests.receiver import Receiver
 
 OK = b"HTTP/1.1 200 OK\r\n"
@@ -278,19 +278,6 @@ def test_an_answer_within_tls_that_breaks_off_is_told_so(world: World, tmp_path:
         with misbehaving.server(over_tls(file, play)) as port, trusted(file):
             with pytest.raises(Unanswered, match=f"^{reason}$"):
                 egress.post(f"https://127.0.0.1:{port}/", b"{}", {}, 1.0)
-
-
-@contextlib.contextmanager
-def trusted(file: Path) -> Iterator[None]:
-    """Callbacks believe this certificate, for the block."""
-    egress._session.cache_clear()
-    session = egress._session(egress.os.getpid(), endpoints.policy_for("https://127.0.0.1:1/"))
-    session.verify = str(file)
-    try:
-        yield
-    finally:
-        session.close()
-        egress._session.cache_clear()
 
 
 # --- name servers ---
