@@ -86,12 +86,17 @@ def drip(text: bytes, start: bytes = b"") -> Play:
     def play(connection: socket.socket, over: threading.Event) -> None:
         read_request(connection)
         connection.sendall(start)
-        for byte in text:
-            connection.sendall(bytes([byte]))
-            if over.wait(0.2):
-                return
+        drip_on(connection, text, over)
 
     return play
+
+
+def drip_on(connection: socket.socket, text: bytes, over: threading.Event) -> None:
+    """Goes on like that."""
+    for byte in text:
+        connection.sendall(bytes([byte]))
+        if over.wait(0.2):
+            return
 
 
 def reset(start: bytes = b"") -> Play:

@@ -210,6 +210,16 @@ def test_exactly_what_callback_allow_names_is_opened(
         assert made == []
 
 
+@one_database
+def test_what_opens_one_port_opens_no_other_of_that_host_to_a_connection(world: World) -> None:
+    world.set(CALLBACK_ALLOW="127.0.0.1:8141,localhost:8142")
+    for opened in ("127.0.0.1:8141", "localhost:8142"):
+        policy, host = endpoints.policy_for(f"http://{opened}/"), opened.split(":")[0]
+        policy.check_url(f"http://{opened}/")
+        with pytest.raises(endpoints.SSRFGuardError):
+            policy.check_url(f"http://{host}:8143/")
+
+
 # --- the registries, written down a second time ---
 
 SPECIAL = [ipaddress.ip_network(network) for network in """
