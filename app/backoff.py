@@ -9,6 +9,8 @@ from urllib3.util.retry import Retry
 
 JITTER = 0.2  # of each wait, either way, so that what failed together does not return together
 MAX_RETRY_AFTER_SECONDS = 86_400.0
+LATE_SECONDS = 10.0  # no busy relay publishes so late: it, the broker, the courier or beat was away
+_SPREAD_SECONDS = 60.0
 _JOB_FIRST_SECONDS = 1.0
 _JOB_LONGEST_SECONDS = 30.0
 _PAUSE_SHARE = 0.1  # of the time that an endpoint has been failing: who failed for ten minutes is asked each minute
@@ -31,6 +33,12 @@ def next_delivery_at(
         return None
     wait = jittered(schedule[attempt], chance)
     return now + timedelta(seconds=max(wait, retry_after or 0.0))
+
+
+def spread_seconds(late_seconds: float, chance: float) -> float:
+    """How much longer a retry waits whose message was published so late: so that what fell due during an outage of ours
+    does not arrive in one second. 0 when it is not late; `chance` is 0 to 1."""
+    return 0.0 if late_seconds <= LATE_SECONDS else chance * min(late_seconds, _SPREAD_SECONDS)
 
 
 def next_job_attempt_at(attempt: int, chance: float, now: datetime) -> datetime:

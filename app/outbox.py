@@ -123,6 +123,18 @@ def settle(tx: Connection, task: str, target_id: str) -> datetime | None:
     return None if row is None else row.published_at or row.available_at
 
 
+_moments = select(outbox.c.available_at, outbox.c.published_at).where(
+    outbox.c.task == bindparam("of_task"), outbox.c.target_id == bindparam("of_target"),
+    outbox.c.state != states.WAITING, outbox.c.created_at <= bindparam("due"))
+
+
+def late_seconds(view: Connection, task: str, target_id: str, due: datetime, now: datetime) -> float:
+    """How long after it became available a message that came by now was published, if it was asked for before `due`; 0
+    otherwise. A relay that had no time yet to mark it has published it now."""
+    row = view.execute(_moments, {"of_task": task, "of_target": target_id, "due": due}).first()
+    return 0.0 if row is None else ((row.published_at or now) - row.available_at).total_seconds()
+
+
 _of_target = (outbox.c.task.in_(states.OUTBOX_TASKS), outbox.c.target_id == bindparam("of_target"))  # as its index is
 _unpark = update(outbox).where(*_of_target, outbox.c.state == states.PARKED).values(
     state=states.WAITING, available_at=bindparam("due"), failures=0, last_error=None)

@@ -18,7 +18,7 @@ from app.config import settings
 from app.deliveries import Attempt, Delivery
 from app.errors import EndpointRefused
 from app.jobs import Job
-from tasks import celery, egress, signature, threads
+from tasks import celery, egress, signature, spreading, threads
 from tasks.egress import Answer, Unanswered
 
 log = logging.getLogger("uketsuke.deliver")
@@ -93,6 +93,8 @@ def _look(delivery_id: str, now: datetime) -> Known | None:
     due = known.next_attempt_at is not None and known.next_attempt_at <= now
     if not due or not _final_state_is_shown(job, known, now):
         _step_back(delivery_id, now)
+        return None
+    if spreading.step_back(known, random.random(), now):
         return None
     return Known(known, job, circuit)
 
