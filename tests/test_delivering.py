@@ -3,14 +3,13 @@ from __future__ import annotations
 
 import json
 import threading
-import time
-from datetime import datetime, timedelta, timezone
+from datetime import timedelta
 from typing import Any
 
 import pytest
 from flask.testing import FlaskClient
 
-from app import backoff, clock, config, db, deliveries, states, status, turns
+from app import clock, db, deliveries, states, status, turns
 from tasks import deliver_webhook, rescue_stalled, run_job, threads
 from tasks.egress import Answer
 from tests import receiver as receivers
@@ -116,21 +115,6 @@ def test_a_failing_callback_waits_in_sql_and_never_changes_the_job(
 
 def job_of(world: World) -> str:
     return world.sql("SELECT id FROM jobs")[0][0]
-
-
-@pytest.mark.parametrize("code,state", [
-    *((code, "delivered") for code in (200, 201, 202, 204, 299)),
-    *((code, "exhausted") for code in (400, 401, 403, 404, 405, 413, 415, 422)), (410, "gone"),
-    *((code, "pending") for code in (301, 302, 303, 307, 308, 402, 408, 409, 425, 429, 500, 501, 502, 503, 504)),
-])
-@one_database
-def test_what_each_answer_leads_to(
-    api: FlaskClient, world: World, receiver: Receiver, code: int, state: str,
-) -> None:
-    receiver.respond = receivers.status(code, Location=receiver.url + "/elsewhere")
-    after = deliver_webhook.run_once(finish(api, receiver.url + "/hook"))
-    assert after.state == state
-    assert [hook.path for hook in receiver.hooks] == ["/hook"]  # never followed
 
 
 def test_a_try_that_died_is_a_row_and_another_one_follows(
@@ -294,45 +278,6 @@ def test_callbacks_leave_threads_to_the_relay(api: FlaskClient, world: World, re
         assert ("deliver_webhook", delivery_id) in relay(later(2))
     deliver_webhook.run_once(delivery_id, now=lambda: later(2))
     assert len(receiver.hooks) == 1
-
-
-# --- when the next try is due ---
-
-NOW = datetime(2026, 11, 29, tzinfo=timezone.utc)
-
-
-def test_the_default_schedule_is_the_contracts() -> None:
-    assert config.Settings(_env_file=None).callback_schedule_seconds == (
-        0, 5, 300, 1800, 7200, 18000, 36000, 50400, 72000, 86400)
-
-
-@pytest.mark.parametrize("attempt,chance,retry_after,expected", [
-    (1, 0.5, None, 5), (1, 0.0, None, 4), (1, 1.0, None, 6), (2, 0.5, None, 300), (1, 0.5, 60.0, 60),
-    (2, 0.5, 60.0, 300), (3, 0.5, None, None), (3, 0.5, 60.0, None),
-])
-def test_when_the_next_try_is_due(attempt: int, chance: float, retry_after: float | None, expected: Any) -> None:
-    due = backoff.next_delivery_at((0, 5, 300), attempt, chance, retry_after, NOW)
-    assert due == (None if expected is None else NOW + timedelta(seconds=expected))
-
-
-@pytest.mark.parametrize("header,expected", [
-    ("15", 15), ("0", 0), ("", None), (None, None), ("-5", None), ("soon", None), ("1.5", None),
-    ("Mon, 29 Nov 2027 00:00:00 GMT", True), ("Sun, 29 Nov 2020 00:00:00 GMT", 0), ("9" * 400, True),
-])
-def test_retry_after_is_seconds_or_a_date(header: str | None, expected: Any) -> None:
-    found = backoff.retry_after_seconds(header)
-    assert found == (86_400 if expected is True else expected)
-
-
-@one_database
-@pytest.mark.parametrize("code,honoured", [(429, True), (503, True), (500, False)])
-def test_the_receivers_retry_after_is_honoured(
-    api: FlaskClient, world: World, receiver: Receiver, code: int, honoured: bool,
-) -> None:
-    receiver.respond = receivers.status(code, Retry_After="900")
-    after = deliver_webhook.run_once(finish(api, receiver.url))
-    wait = (after.next_attempt_at - clock.now()).total_seconds()
-    assert (wait > 800) is honoured
 
 
 # --- what is told of it ---
