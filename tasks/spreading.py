@@ -1,4 +1,4 @@
-"""After an outage of ours, every retry that fell due meanwhile is published at one moment. They do not arrive so."""
+"""After an outage of ours, retries that fell due meanwhile are published at one moment, but do not arrive in one."""
 from __future__ import annotations
 
 from datetime import datetime, timedelta
