@@ -136,7 +136,7 @@ def body_of(job: Job) -> bytes:
     assert job.finished_at is not None
     return json.dumps(
         {"type": f"job.{job.status}", "timestamp": isoformat(job.finished_at), **jobs.as_document(job)},
-        ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+        ensure_ascii=False, allow_nan=False).encode()  # as GET /jobs/<id> writes it, to the byte
 
 
 def _act(

@@ -49,7 +49,8 @@ def receiver() -> Iterator[Receiver]:
 
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-            told.hooks.append(Hook(self.path, {k.lower(): v for k, v in self.headers.items()}, body))
+            self.hook = Hook(self.path, {k.lower(): v for k, v in self.headers.items()}, body)
+            told.hooks.append(self.hook)
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                 (told.respond or status(204))(self, len(told.hooks))
 

@@ -71,6 +71,24 @@ class Nothing(BaseModel):
     pass
 
 
+MOTLEY = {
+    "é": ["😀", "\u2028\u2029", "\\ / \" \x7f\t", "", "ﬀ"], "floats": [1.0, -0.0, 1e22, 1e-7, 0.1, 5e-324, 1.5e300],
+    "whole": [0, -1, 2**53 + 1, 10**30], "empty": [{}, [], None, True, False], "1.0": {"b": 1, "a": {"": [[]]}},
+}
+
+
+@kind("motley", Nothing)
+def motley(input: Nothing, job: Job) -> dict[str, object]:
+    """Its result is all that can be spelt in more than one way."""
+    return MOTLEY
+
+
+@kind("unlucky", Nothing, max_attempts=1)
+def unlucky(input: Nothing, job: Job) -> None:
+    """Fails, and says so in more than ASCII."""
+    raise LookupError("é 😀 \u2028 \"1.0\" \\ </script>")
+
+
 @kind("glutton", Nothing, max_attempts=1)
 def glutton(input: Nothing, job: Job) -> None:
     """Wants more memory than there is."""
