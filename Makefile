@@ -42,7 +42,7 @@ test: $(VENV)/.tests lint
 
 STORY = $(patsubst %,tests/test_%.py,acceptance readme crashes doctor)
 
-ENDURANCE = $(patsubst %,tests/test_%.py,endurance storm schemathesis enforcing never_before)
+ENDURANCE = $(patsubst %,tests/test_%.py,endurance storm schemathesis enforcing never_before waiting)
 
 # Three parts that take about as long, each with servers of its own: much of the first two is waiting.
 test-story:
