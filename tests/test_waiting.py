@@ -1,5 +1,5 @@
-"""A callback that waits for its next attempt is columns in SQL: it comes when it is due, whatever was stopped, emptied or
-killed meanwhile. With the Procfile's own processes."""
+"""A callback that waits for its next attempt is columns in SQL: it comes when it is due, whatever was stopped, emptied
+or killed meanwhile. With the Procfile's own processes."""
 from __future__ import annotations
 
 import contextlib
@@ -107,7 +107,9 @@ def test_the_schedule_goes_on_whatever_stops(site: Site) -> None:
 
         door.wait_failed("/restarted")
         for process in (beat, courier, stack):
-            assert process.stop() == 0
+            process.popen.terminate()
+        for process in (beat, courier, stack):
+            assert process.popen.wait(30) == 0
         for lines in (("web", "worker"), ("courier", "beat")):
             site.start(*lines)
         site.wait_answering()
