@@ -183,10 +183,10 @@ def main() -> int:
         _run(given, done)
     except (UketsukeError, SQLAlchemyError, OSError) as error:
         print(f"redeliver: {db.reason(error) if isinstance(error, SQLAlchemyError) else error}"
-              + (f" ({_done(done)})" if done else ""), file=sys.stderr)
+              + (f" ({_done(done)}, perhaps one more)" if done else ""), file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print(f"redeliver: interrupted ({_done(done)})", file=sys.stderr)
+        print(f"redeliver: interrupted ({_done(done)}, perhaps one more)", file=sys.stderr)
         return 130
     return 0
 

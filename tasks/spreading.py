@@ -3,7 +3,7 @@ from __future__ import annotations
 
 from datetime import datetime, timedelta
 
-from app import backoff, db, deliveries, outbox, states
+from app import backoff, db, deliveries, outbox, states, turns
 from app.deliveries import Delivery
 
 
@@ -18,9 +18,9 @@ def step_back(known: Delivery, chance: float, now: datetime) -> bool:
     if wait == 0:
         return False
     with db.transaction() as tx:
-        deliveries.hold(tx, known.host)
+        turns.hold(tx, known.host)
         latest = deliveries.find(tx, known.id)
         if latest is not None and latest.next_attempt_at == known.next_attempt_at:  # nobody else makes it now
             outbox.settle(tx, states.DELIVER_WEBHOOK, known.id)  # a row made after the due moment is not late again
-            deliveries.stage(tx, known.id, now + timedelta(seconds=wait), now)
+            turns.stage(tx, known.id, now + timedelta(seconds=wait), now)
     return True
