@@ -6,7 +6,7 @@ ONLY ?=
 FIX ?=
 export SEED DATABASE ROUNDS SCALE FAULTS
 
-.PHONY: help setup run test test-story test-endurance test-rest chaos bench verify doctor lint lock clean
+.PHONY: help setup run test test-story test-endurance test-callbacks test-rest chaos bench verify doctor lint lock clean
 
 help:
 	@echo "make run      set up and start everything (ONLY=\"web courier ...\" for some lines)"
@@ -38,21 +38,28 @@ run: $(VENV)/.runs
 	@exec $(BIN)/python -m app.stack $(ONLY)
 
 test: $(VENV)/.tests lint
-	@exec $(MAKE) --no-print-directory --jobs 3 --keep-going test-story test-endurance test-rest
+	@exec $(MAKE) --no-print-directory --jobs 4 --keep-going test-story test-endurance test-callbacks test-rest
 
 STORY = $(patsubst %,tests/test_%.py,acceptance readme crashes doctor)
 
-ENDURANCE = $(patsubst %,tests/test_%.py,endurance storm schemathesis enforcing never_before waiting)
+ENDURANCE = $(patsubst %,tests/test_%.py,endurance storm schemathesis enforcing)
 
-# Three parts that take about as long, each with servers of its own: much of the first two is waiting.
+CALLBACKS = $(patsubst %,tests/test_%.py,attempt_log callbacks_paper delivering egress_addresses egress_bounds egress_names \
+  hooksink hooksink_journal hooksink_page hooksink_signature isolation never_before redelivering redelivering_many schedule \
+  signing spreading waiting)
+
+# Four parts that take about as long, each with servers of its own: much of the first three is waiting.
 test-story:
 	@exec $(BIN)/python -m pytest $(STORY)
 
 test-endurance:
 	@exec $(BIN)/python -m pytest $(ENDURANCE)
 
+test-callbacks:
+	@exec $(BIN)/python -m pytest $(CALLBACKS)
+
 test-rest:
-	@exec $(BIN)/python -m pytest $(STORY:%=--ignore=%) $(ENDURANCE:%=--ignore=%)
+	@exec $(BIN)/python -m pytest $(foreach part,$(STORY) $(ENDURANCE) $(CALLBACKS),--ignore=$(part))
 
 chaos: $(VENV)/.tests
 	@exec $(BIN)/python -m tests.storm

@@ -10,7 +10,11 @@ errors       what can go wrong, without HTTP
 kinds        what a kind of job is, and the registry of kinds
 jobs, notes, outbox, deliveries, idempotency, retention
              one noun each: its rows and every move that they make
-endpoints    which callback addresses may be reached
+addresses    which callback addresses may be reached
+circuits, turns
+             how endpoints answer lately, and whose callback a host gets next
+excerpts     what receivers said, made safe to show
+rounds       rounds of callbacks that have ended (`python -m app.redeliver` asks for more)
 submissions  the one transaction behind a 202
 interventions
              what a client may still ask of a job: cancel it, tell its end once more

@@ -52,6 +52,7 @@ def _key(secret: str) -> bytes:
 
 def _decoded(text: str) -> bytes:
     try:
-        return base64.b64decode(text, validate=True)
+        decoded = base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError):
         return b""
+    return decoded if base64.b64encode(decoded) == text.encode() else b""  # padding too much, or bits left over

@@ -16,7 +16,7 @@ import urllib3
 from ssrfguard import Policy, SSRFGuardError
 from ssrfguard.requests import SafeAdapter, Session
 
-from app import endpoints
+from app import addresses
 from app.errors import EndpointRefused
 from tasks import reasons
 
@@ -48,11 +48,11 @@ class Unanswered(Exception):
 
 def post(url: str, body: bytes, headers: dict[str, str], timeout: float) -> Answer:
     """One attempt: never longer than `timeout` seconds, name look-up and connecting included, never redirected, never
-    through a proxy, never to an address that `endpoints` refuses.
+    through a proxy, never to an address that `addresses` refuses.
 
     Raises EndpointRefused without having connected, and Unanswered.
     """
-    session = _session(os.getpid(), endpoints.policy_for(url))
+    session = _session(os.getpid(), addresses.policy_for(url))
     with _deadline(timeout) as deadline:
         code = None
         try:
@@ -66,7 +66,7 @@ def post(url: str, body: bytes, headers: dict[str, str], timeout: float) -> Answ
                 said = response.headers
                 return Answer(code, said.get("Retry-After"), excerpt, said.get("Content-Encoding"))
         except SSRFGuardError as error:
-            raise EndpointRefused(endpoints.reason(error)) from None
+            raise EndpointRefused(addresses.reason(error)) from None
         except requests.exceptions.InvalidURL:
             raise EndpointRefused("not a URL that can be called") from None
         except (requests.RequestException, urllib3.exceptions.HTTPError, OSError, ValueError) as error:
@@ -94,7 +94,7 @@ class _Running:
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
-        self.share = seconds / (1 + endpoints.ADDRESSES_TRIED)  # of the look-up, and of connecting to each address
+        self.share = seconds / (1 + addresses.ADDRESSES_TRIED)  # of the look-up, and of connecting to each address
         self.over = False
         self.lock = threading.Lock()
         self.sockets: list[socket.socket] = []
@@ -178,7 +178,7 @@ class _OneAnswer(Session):
 
 
 def _lookup(*asked: Any) -> Any:
-    return endpoints.lookup(*asked, seconds=_this_thread.running.share)
+    return addresses.lookup(*asked, seconds=_this_thread.running.share)
 
 
 @functools.lru_cache(maxsize=64)

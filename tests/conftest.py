@@ -15,7 +15,7 @@ import pytest
 import redis
 from flask.testing import FlaskClient
 
-from app import config, db, endpoints, gauges, kinds, metrics, outlook, stack, status
+from app import config, db, addresses, gauges, kinds, metrics, outlook, stack, status
 from tests import promised, servers
 from tests import receiver as receivers
 from tests.processes import Site
@@ -71,7 +71,7 @@ class World:
 
 
 def forget_settings() -> None:
-    for cached in (config.settings, kinds.registry, endpoints._policies):
+    for cached in (config.settings, kinds.registry, addresses._policies):
         cached.cache_clear()
     metrics.forget()
     gauges.forget()

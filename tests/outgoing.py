@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from flask.testing import FlaskClient
 
-from app import db, deliveries, endpoints
+from app import db, deliveries, addresses
 from tasks import egress, run_job
 from tests.conftest import World
 from tests.running import submit
@@ -106,7 +106,7 @@ def nobody_came(waiting: socket.socket) -> bool:
 def trusted(file: Path) -> Iterator[None]:
     """Callbacks believe this certificate, for the block."""
     egress._session.cache_clear()
-    session = egress._session(egress.os.getpid(), endpoints.policy_for("https://127.0.0.1:1/"))
+    session = egress._session(egress.os.getpid(), addresses.policy_for("https://127.0.0.1:1/"))
     session.verify = str(file)
     try:
         yield

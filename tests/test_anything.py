@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, note
 from hypothesis import strategies as st
 
-from app import endpoints
+from app import addresses
 from app.api import polling
 from tests import conftest, servers, strategies
 from tests.processes import Site
@@ -32,7 +32,7 @@ def twins(
     for name, value in settings.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(polling, "MAX_WAIT_SECONDS", 0)
-    monkeypatch.setattr(endpoints.socket, "getaddrinfo", _numeric_only)
+    monkeypatch.setattr(addresses.socket, "getaddrinfo", _numeric_only)
     made = Twins(*urls)
     try:
         yield made

@@ -18,7 +18,7 @@ import redis
 import requests
 
 from app import clock, ports, states
-from app.api import problems
+from app.api import models, problems
 from tests import paper
 from tests import receiver as receivers
 from tests.processes import Process, Site
@@ -317,7 +317,9 @@ def test_every_header_and_member_that_it_names_exists(desk: Desk, narrow: Site) 
 
     documents = [*shown, json.loads(hook.body), *(answer.json() for answer in answers if answer.content)]
     expired = json.loads(paper.blocks("json")[1])  # compared with a real one above
-    words = {"callback_url", "text", "n", "limit", "cursor"} | members(expired) | members(documents)
-    values = {*states.JOB_STATUSES, *states.ERROR_CODES, *states.DELIVERY_STATES, *problems.TABLE, "created", "primes"}
+    words = {"callback_url", "text", "n", "limit", "cursor", *models.Endpoint.model_fields}
+    words |= members(expired) | members(documents)
+    values = {*states.JOB_STATUSES, *states.ERROR_CODES, *states.DELIVERY_STATES, *states.STANDINGS, *problems.TABLE,
+              "created", "primes"}
     named = set(re.findall(r"`([a-z]+(?:_[a-z]+)*)`", paper.TEXT))
     assert len(named) > 40 and named - words - values == {"urljoin", "k"}

@@ -138,13 +138,12 @@ def test_a_reason_does_not_carry_what_the_receiver_could_deceive_with(
 ) -> None:
     row = told(api, receiver, speaks(b"NONSENSE \x1b[31m\x00\x85\t all is well\n\r\n"))
     assert row["response_code"] is row["excerpt"] is None
-    assert row["error"].startswith("BadStatusLine: NONSENSE ") and "all is well" in row["error"]
-    assert excerpts.line(row["error"]) == row["error"] and row["error"].count(ODD) >= 4
+    assert row["error"] == "not HTTP"
 
 
 def test_an_answer_that_breaks_off_has_its_code_and_why(api: FlaskClient, world: World, receiver: Receiver) -> None:
     row = told(api, receiver, speaks(b"HTTP/1.1 500 x\r\nContent-Length: 100\r\n\r\nabc"))
-    assert row["response_code"] == 500 and row["excerpt"] is None and row["error"].startswith("IncompleteRead: ")
+    assert row["response_code"] == 500 and row["excerpt"] is None and row["error"] == "answer broke off"
 
 
 def test_an_interrupted_attempt_and_a_refused_one_say_so(api: FlaskClient, world: World, receiver: Receiver) -> None:

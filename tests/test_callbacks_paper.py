@@ -130,7 +130,7 @@ def and_lose_the_answer(*request: Any) -> Answer:
 
 
 def tampered(url: str, body: bytes, headers: dict[str, str], timeout: float) -> Answer:
-    return egress.post(url, body.replace(b'"count":3', b'"count":4'), headers, timeout)
+    return egress.post(url, body.replace(b'"count": 3', b'"count": 4'), headers, timeout)
 
 
 def as_another(url: str, body: bytes, headers: dict[str, str], timeout: float) -> Answer:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from flask.testing import FlaskClient
 
-from app import endpoints, schema
+from app import addresses, schema
 from tasks import deliver_webhook
 from tests.conftest import World, one_database
 from tests.outgoing import (
@@ -214,9 +214,9 @@ def test_exactly_what_callback_allow_names_is_opened(
 def test_what_opens_one_port_opens_no_other_of_that_host_to_a_connection(world: World) -> None:
     world.set(CALLBACK_ALLOW="127.0.0.1:8141,localhost:8142")
     for opened in ("127.0.0.1:8141", "localhost:8142"):
-        policy, host = endpoints.policy_for(f"http://{opened}/"), opened.split(":")[0]
+        policy, host = addresses.policy_for(f"http://{opened}/"), opened.split(":")[0]
         policy.check_url(f"http://{opened}/")
-        with pytest.raises(endpoints.SSRFGuardError):
+        with pytest.raises(addresses.SSRFGuardError):
             policy.check_url(f"http://{host}:8143/")
 
 
@@ -239,7 +239,7 @@ def near(network: Any) -> list[Any]:
 
 def samples() -> set[Any]:
     chance = random.Random(5)
-    blocks = [*SPECIAL, *(block.network for block in endpoints.DEFAULT_DENIED.blocks)]
+    blocks = [*SPECIAL, *(block.network for block in addresses.DEFAULT_DENIED.blocks)]
     within = [network[chance.randrange(network.num_addresses)] for network in blocks for _ in range(20)]
     anywhere = [ipaddress.IPv4Address(chance.getrandbits(32)) for _ in range(4000)]
     anywhere6 = [ipaddress.IPv6Address(chance.getrandbits(125) | 1 << 125) for _ in range(4000)]
@@ -247,7 +247,7 @@ def samples() -> set[Any]:
 
 
 def test_every_address_that_is_open_is_a_global_unicast_address_and_the_others_are_not() -> None:
-    policy = endpoints.policy_for(f"http://{PUBLIC}/")
+    policy = addresses.policy_for(f"http://{PUBLIC}/")
     for address in samples():
         special = any(address.version == network.version and address in network for network in SPECIAL)
         assert policy.permits_address(address) is not special, address

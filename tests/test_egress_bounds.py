@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from flask.testing import FlaskClient
 
-from app import endpoints
+from app import addresses
 from tasks import deliver_webhook, egress
 from tasks.egress import Unanswered
 from tests import misbehaving, receiver as receivers, servers
@@ -145,7 +145,7 @@ def test_however_a_receiver_misbehaves_the_attempt_ends_in_time_and_says_why(
 ) -> None:
     let_names_be_unknown(monkeypatch)
     known = finish(api)
-    world.set(CALLBACK_ALLOW="127.0.0.0/8", CALLBACK_TIMEOUT_SECONDS=1)
+    world.set(CALLBACK_ALLOW="127.0.0.0/8", CALLBACK_TIMEOUT_SECONDS=1, COURIER_CONCURRENCY=200)
     with receivers_of_every_sort(tmp_path) as sorts:
         made = {another_delivery(world, known, url): name for name, (url, _, _) in sorts.items()}
         all_at_once([lambda each=each: deliver_webhook.run_once(each) for each in made])
@@ -301,9 +301,9 @@ def test_a_name_server_that_does_not_answer_holds_up_nobody(
         return really(host, *rest, **more)
 
     monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
-    monkeypatch.setattr(endpoints, "LOOKUP_SECONDS", 0.5)
-    monkeypatch.setattr(endpoints, "_LOOKUPS_AT_ONCE", 2)
-    endpoints._lookups.cache_clear()
+    monkeypatch.setattr(addresses, "LOOKUP_SECONDS", 0.5)
+    monkeypatch.setattr(addresses, "_LOOKUPS_AT_ONCE", 2)
+    addresses._lookups.cache_clear()
     world.set(CALLBACK_TIMEOUT_SECONDS=1)
     try:
         with receivers.receiver() as told:
@@ -317,8 +317,8 @@ def test_a_name_server_that_does_not_answer_holds_up_nobody(
             assert time.monotonic() - began < 6
     finally:
         released.set()
-        endpoints._lookups().shutdown()
-        endpoints._lookups.cache_clear()
+        addresses._lookups().shutdown()
+        addresses._lookups.cache_clear()
     reasons = {row[0] for row in world.sql("SELECT error FROM delivery_attempts WHERE error IS NOT NULL")}
     assert reasons == {"name server did not answer"}
     assert len(asked) == 2  # nobody waited any more for the others

@@ -102,7 +102,7 @@ def test_the_kept_secret_is_found(log: Path, tmp_path: Path, monkeypatch: pytest
     "/flaky/1?retry_after=-1",
 ])
 def test_a_path_that_asks_for_what_cannot_be_is_a_400_in_one_line(sink: FlaskClient, log: Path, path: str) -> None:
-    headers = signature.headers("msg_1", datetime.now(timezone.utc), BODY, [SECRET])
+    headers = signature.headers("msg_1", datetime.now(timezone.utc), BODY.encode(), [SECRET])
     answer = sink.post(path, data=BODY.encode(), headers=headers)
     assert answer.status_code == 400 and answer.text.count("\n") == 1 and " takes a" in answer.text
     assert log.read_text() == ""
@@ -120,7 +120,7 @@ def test_a_wrong_signature_comes_before_misbehaviour(sink: FlaskClient, path: st
 
 def test_a_redirect_leads_somewhere_and_retry_after_is_what_was_asked_for(sink: FlaskClient) -> None:
     def answer(path: str, webhook_id: str = "msg_1") -> tuple[int, str | None, str | None]:
-        headers = signature.headers(webhook_id, datetime.now(timezone.utc), BODY, [SECRET])
+        headers = signature.headers(webhook_id, datetime.now(timezone.utc), BODY.encode(), [SECRET])
         got = sink.post(path, data=BODY.encode(), headers=headers)
         return got.status_code, got.headers.get("Location"), got.headers.get("Retry-After")
 

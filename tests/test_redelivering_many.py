@@ -16,7 +16,7 @@ import pytest
 from flask.testing import FlaskClient
 from sqlalchemy import select
 
-from app import clock, db, deliveries, interventions, jobs, redeliver, rounds, schema, status
+from app import clock, db, deliveries, interventions, jobs, redeliver, rounds, schema, status, turns
 from app.rounds import Range
 from tasks import prune_expired, run_job
 from tests import receiver as receivers
@@ -206,7 +206,7 @@ def test_who_had_to_wait_sees_what_was_done_meanwhile(api: FlaskClient, world: W
     asking = threading.Thread(target=lambda: became.append(rounds.ask(known, clock.now())))
     with db.transaction() as tx:
         job = jobs.keep(tx, job_id)
-        deliveries.hold(tx, known.host)
+        turns.hold(tx, known.host)
         asking.start()
         if world.dialect == "postgresql":
             wait_until(lambda: waits_for_a_lock(world))

@@ -115,7 +115,7 @@ STOP = {400, 401, 403, 404, 405, 413, 415, 422}
 @one_database
 def test_each_status_stops_the_delivery_or_is_tried_again(world: World) -> None:
     def ends_as(code: int | None, attempts: int, refused: bool = False) -> str:
-        held = Delivery("msg_1", "job", "http://x/", "x:80", "sending", attempts, None, NOW, None, NOW, None)
+        held = Delivery("msg_1", "job", "http://x/", "x:80", "e", "sending", attempts, None, NOW, None, NOW, None)
         tried = Attempt("msg_1", attempts, NOW, code, None, 0.1, None)
         ending = deliver_webhook.decide(held, tried, None, refused, 0.5, NOW)
         assert (ending.next_attempt_at is not None) is (ending.becomes == "pending")

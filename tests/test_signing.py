@@ -138,7 +138,7 @@ def the_body(api: FlaskClient, job_id: str, value: Any) -> bytes:
     assert json.dumps(job["result"]) == json.dumps(exactly(json.dumps(value)))  # 1.0 is 1.0 there, too
     known = {"type": "job.succeeded", "timestamp": polled.json["finished_at"], **polled.json, "result": value}
     del known["callback"]
-    return json.dumps(known, ensure_ascii=False, separators=(",", ":")).encode()
+    return json.dumps(known, ensure_ascii=False).encode()
 
 
 def exactly(text: str) -> Any:

@@ -12,7 +12,7 @@ from urllib.parse import quote
 from flask import current_app, request
 from pydantic import ValidationError
 
-from app import endpoints, idempotency
+from app import addresses, idempotency
 from app.api.problems import Problem
 from app.errors import EndpointRefused, Flaw, InvalidInput
 from app.submissions import Key
@@ -21,6 +21,7 @@ MAX_BODY_BYTES = 1024 * 1024
 MAX_DEPTH = 32
 _CLOSE = {"Connection": "close"}
 _READ_BYTES = 64 * 1024
+_PASSED_OVER_BYTES = 2 * MAX_BODY_BYTES  # read to its end, so that a proxy which is still sending gets the answer
 _PLACE_SECONDS = 0.25  # a body that is there is read in less than a millisecond
 _MAX_DIGITS = 1000
 # A text is passed over whole, an unended one too: linear in the length of whatever was sent.
@@ -57,17 +58,22 @@ def _read() -> bytes:
     """The body, of at most MAX_BODY_BYTES whether its length was told or not (werkzeug's own limit would cut a chunked
     one silently)."""
     too_large = Problem("too-large", f"the body has more than {MAX_BODY_BYTES} bytes", headers=_CLOSE)
-    if (request.content_length or 0) > MAX_BODY_BYTES:
+    told = request.content_length or 0
+    if told > _PASSED_OVER_BYTES:
         raise too_large
     read, size = [], 0
     with _a_place():
+        if told > MAX_BODY_BYTES:
+            while request.stream.read(_READ_BYTES):
+                pass
+            raise too_large
         while chunk := request.stream.read(min(_READ_BYTES, MAX_BODY_BYTES + 1 - size)):
             read.append(chunk)
             size += len(chunk)
             if size > MAX_BODY_BYTES:
                 raise too_large
-    if size < (request.content_length or 0):
-        raise Problem("malformed-json", f"the body ended after {size} of {request.content_length} bytes")
+    if size < told:
+        raise Problem("malformed-json", f"the body ended after {size} of {told} bytes")
     return b"".join(read)
 
 
@@ -187,7 +193,7 @@ def callback_url(members: dict[str, Any]) -> str | None:
     try:
         if not isinstance(url, str):
             raise EndpointRefused("must be a text")
-        endpoints.check(url)
+        addresses.check(url)
     except EndpointRefused as refusal:
         raise InvalidInput([Flaw("#/callback_url", str(refusal))]) from None
     return url

@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from app import logs
 from app.api.operations import merging
 from app.api.operations.parts import reference
-from app.endpoints import MAX_URL_LENGTH
+from app.addresses import MAX_URL_LENGTH
 from app.kinds import Kind
 
 log = logging.getLogger("uketsuke.api")
