@@ -190,6 +190,7 @@ def test_a_busy_hosts_callbacks_wait_without_messages_and_in_order(
         for waiting in (third, second):
             assert deliver_webhook.run_once(waiting) is None
         assert world.count("outbox", "task = 'deliver_webhook'") == 0
+        world.redis.delete("outbox:wake")
         return Answer(204, None, b"")
 
     assert deliver_webhook.run_once(first, post=post).state == "delivered"

@@ -141,6 +141,14 @@ def test_when_the_only_attempt_has_ended_well_as_many_go_on_as_may(api: FlaskCli
     assert told(world) == ids[1:5]
 
 
+def test_when_it_has_failed_one_goes_on(api: FlaskClient, world: World) -> None:
+    note(SICK, False)
+    ids = [finish(api, SICK) for _ in range(5)]
+    world.sql("DELETE FROM outbox")  # they all wait
+    attempt(ids[0], 500)
+    assert told(world) == [ids[1]]
+
+
 # --- the standing of an endpoint ---
 
 

@@ -264,6 +264,16 @@ def test_a_wish_that_dies_before_its_commit_leaves_nothing(
     assert everything(world) == before
 
 
+def test_an_exhausted_round_that_is_kept_is_asked_for_again_though_its_job_has_expired(
+    api: FlaskClient, world: World, receiver: Receiver, command: Any,
+) -> None:
+    (job_id,) = end(api, receiver, 400)
+    world.sql("UPDATE jobs SET expires_at = finished_at")
+    code, lines, _ = command("--since 1h --yes")
+    assert code == 0 and lines[0].endswith(": 1") and lines[-1].startswith("rounds asked for: 1")
+    assert pending(world) == [job_id]
+
+
 def test_what_has_expired_is_left_alone_and_counted(
     api: FlaskClient, world: World, receiver: Receiver, command: Any, monkeypatch: pytest.MonkeyPatch,
 ) -> None:
