@@ -13,6 +13,7 @@ from flask.testing import FlaskClient
 from app import backoff, circuits, clock, db, deliveries, doctor, states
 from tasks import deliver_webhook, prune_expired, rescue_stalled, threads
 from tasks.egress import Answer, Unanswered
+from tests import statements
 from tests.asking import redeliver
 from tests.conftest import World, one_database
 from tests.running import later, relay
@@ -395,24 +396,14 @@ def test_who_finds_no_thread_waits_with_one_message_an_endpoint(api: FlaskClient
 
 def test_a_turn_is_found_by_an_index(api: FlaskClient, world: World) -> None:
     """Of every statement that an attempt runs."""
-    from sqlalchemy import event
-
-    statements: list[tuple[str, Any]] = []
     fail_for_long(OTHER)
     delivery_id, waiting = finish(api, SICK), finish(api, SICK)
     relay()
     note(SICK, True)
 
-    def keep(_: Any, __: Any, statement: str, parameters: Any, *___: Any) -> None:
-        statements.append((statement, parameters))
-
-    event.listen(db.engine(), "before_cursor_execute", keep)
-    try:
-        with under_way(finish(api, SICK)):
-            attempt(delivery_id, then=lambda: world.sql("DELETE FROM outbox WHERE target_id = :id", id=waiting))
-    finally:
-        event.remove(db.engine(), "before_cursor_execute", keep)
-    about = [(text, values) for text, values in statements if "deliveries" in text or "endpoints" in text]
+    with statements.made_here() as made, under_way(finish(api, SICK)):
+        attempt(delivery_id, then=lambda: world.sql("DELETE FROM outbox WHERE target_id = :id", id=waiting))
+    about = [(text, values) for text, values in made if "deliveries" in text or "endpoints" in text]
     assert len(about) > 8
     with db.transaction() as tx:
         if world.dialect == "postgresql":

@@ -1,7 +1,6 @@
 """GET /jobs and GET /notes: all that an owner has, newest first, page by page, whatever happens meanwhile."""
 from __future__ import annotations
 
-import contextlib
 import json
 import threading
 from collections.abc import Callable, Iterator
@@ -13,10 +12,11 @@ from urllib.parse import parse_qs, quote, urlsplit
 import pytest
 from flask.testing import FlaskClient
 from requests.utils import parse_header_links
-from sqlalchemy import event, insert
+from sqlalchemy import insert
 
 from app import clock, db, ids, pages, schema, states
 from tasks import deliver_webhook, prune_expired, run_job
+from tests import statements
 from tests.conftest import World, one_database
 from tests.running import submit
 
@@ -285,25 +285,9 @@ def test_pages_of_the_largest_results_stay_small(api: FlaskClient) -> None:
     assert [len(page) for page in found] == [4, 4, 4]
 
 
-@contextlib.contextmanager
-def statements() -> Iterator[list[tuple[str, Any]]]:
-    """The statements that this process makes, with their values."""
-    made: list[tuple[str, Any]] = []
-
-    def note(connection: Any, cursor: Any, statement: str, values: Any, *_: Any) -> None:
-        made.append((statement, values))
-
-    engine = db.engine()
-    event.listen(engine, "before_cursor_execute", note)
-    try:
-        yield made
-    finally:
-        event.remove(engine, "before_cursor_execute", note)
-
-
 def test_inputs_stay_in_the_database(api: FlaskClient) -> None:
     put([a_row(1, states.QUEUED)])
-    with statements() as made:
+    with statements.made_here() as made:
         api.get("/jobs")
     assert made and not any("jobs.input" in statement for statement, _ in made)
 
@@ -318,7 +302,7 @@ def test_every_list_is_read_along_an_index(api: FlaskClient, world: World) -> No
     for analyzed in (False, True):
         if analyzed:
             world.sql("ANALYZE")
-        with statements() as made, db.reading() as view:
+        with statements.made_here() as made, db.reading() as view:
             for status in (None, "queued", "succeeded"):
                 for kind in (None, "primes", "unknown"):
                     for start in (None, cursor):
@@ -352,6 +336,6 @@ def test_odd_addresses_are_no_lists(api: FlaskClient) -> None:
 def test_the_callbacks_of_a_page_are_read_with_one_statement(api: FlaskClient, world: World, receiver: Any) -> None:
     for _ in range(5):
         run_job.run_once(submit(api, n=5, callback_url=receiver.url))
-    with statements() as made:
+    with statements.made_here() as made:
         assert len(api.get("/jobs").json["jobs"]) == 5
     assert sum(statement.startswith("SELECT") for statement, _ in made) == 2

@@ -13,11 +13,12 @@ from typing import Any
 
 import pytest
 from flask.testing import FlaskClient
-from sqlalchemy import event, insert
+from sqlalchemy import insert
 
 from app import clock, db, forecast, ids, jobs, kinds, outlook, presence, schema, states, status, submissions
 from app.jobs import Job
 from tasks import run_job
+from tests import statements
 from tests.conftest import World, one_database
 from tests.processes import Site
 from tests.running import a_kind, submit
@@ -331,22 +332,6 @@ def test_workers_say_in_redis_how_many_slots_there_are(api: FlaskClient, world: 
 # --- what it costs ---
 
 
-@contextlib.contextmanager
-def statements() -> Iterator[list[str]]:
-    """The statements that this process makes."""
-    made: list[str] = []
-
-    def note(connection: Any, cursor: Any, statement: str, *_: Any) -> None:
-        made.append(statement)
-
-    engine = db.engine()
-    event.listen(engine, "before_cursor_execute", note)
-    try:
-        yield made
-    finally:
-        event.remove(engine, "before_cursor_execute", note)
-
-
 def test_polling_looks_once_a_second_and_no_more(
     api: FlaskClient, world: World, monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -354,12 +339,12 @@ def test_polling_looks_once_a_second_and_no_more(
     outlook.forget()
     now = [0.0]
     monkeypatch.setattr(outlook.time, "monotonic", lambda: now[0])  # the very clock of everything here
-    with statements() as made:
+    with statements.made_here() as made:
         for step in range(40):
             now[0] = 1000 + step / 10
             status._away_until = status._distrusted_until = 0.0
             assert api.get(f"/jobs/{job_id}").status_code == 200
-    looks = [statement for statement in made if "ORDER BY jobs.created_at" in statement]
+    looks = [statement for statement, _ in made if "ORDER BY jobs.created_at" in statement]
     assert len(looks) == 4  # one queue, four seconds
     assert len(made) <= 4 * 12
 
