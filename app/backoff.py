@@ -27,12 +27,14 @@ def next_delivery_at(
 ) -> datetime | None:
     """When a delivery whose attempt (counted from 1) just failed is tried again, None when the schedule is over.
 
-    `schedule` holds the wait before each attempt, in seconds. A receiver's Retry-After never shortens a wait.
+    `schedule` holds the wait before each attempt, in seconds. A receiver's Retry-After never shortens a wait, and is
+    lengthened by the jitter: many may have been told the same.
     """
     if attempt >= len(schedule):
         return None
     wait = jittered(schedule[attempt], chance)
-    return now + timedelta(seconds=max(wait, retry_after or 0.0))
+    asked = min((retry_after or 0.0) * (1 + JITTER * chance), MAX_RETRY_AFTER_SECONDS)
+    return now + timedelta(seconds=max(wait, asked))
 
 
 def spread_seconds(late_seconds: float, chance: float) -> float:

@@ -19,7 +19,7 @@ dl { display: flex; flex-wrap: wrap; gap: .25rem 1.5rem; margin: .5rem 0 1rem; }
 dl div { display: flex; gap: .4rem; }
 dd { margin: 0; font-weight: 600; font-variant-numeric: tabular-nums; }
 table { border-collapse: collapse; width: 100%; table-layout: fixed; }
-th:nth-child(1), th:nth-child(5), th:nth-child(6) { width: 10%; } th:nth-child(2) { width: 13%; }
+th:nth-child(5), th:nth-child(6) { width: 10%; } th:nth-child(1) { width: 12%; } th:nth-child(2) { width: 11%; }
 th:nth-child(3), th:nth-child(4) { width: 17%; }
 caption { text-align: left; padding-bottom: .5rem; }
 th, td { box-sizing: border-box; text-align: left; vertical-align: top; padding: .4rem .6rem;

@@ -32,7 +32,7 @@ class Answer:
 class Anything(BaseConverter):
     """The rest of a path, slashes and all."""
 
-    regex = ".*?"
+    regex = "(?s:.*?)"
     part_isolating = False
 
 

@@ -4,7 +4,8 @@ without Celery.
 celery            the Celery app, its processes' logs and signs of life
 relay_outbox      claim, publish, mark: the only door to the broker
 run_job           one attempt of one job (`attempt` and `interrupting` serve it)
-deliver_webhook   one attempt of one delivery (`egress`, `reasons`, `signature`, `spreading` and `threads` serve it)
+deliver_webhook   one attempt of one delivery (`egress`, `answers`, `reasons`, `signature`, `spreading` and `threads`
+                  serve it)
 rescue_stalled    leases that ran out, messages that got lost
 prune_expired     past the time to live
 primes, history   the built-in kinds

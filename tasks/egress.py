@@ -18,7 +18,7 @@ from ssrfguard.requests import SafeAdapter, Session
 
 from app import addresses
 from app.errors import EndpointRefused
-from tasks import reasons
+from tasks import answers, reasons
 
 CONNECT_SECONDS = 3.0  # to each address of a name
 _NET_SECONDS = 1.0  # below the deadline, which ends every wait sooner and says so
@@ -158,7 +158,8 @@ def _watched(connection_class: type) -> type:
             self.timeout = self.sock.gettimeout()
         return connection_class.request(self, *args, **kwargs)  # type: ignore[attr-defined]
 
-    return type(f"Watched{connection_class.__name__}", (connection_class,), {"_new_conn": new_conn, "request": request})
+    return type(f"Watched{connection_class.__name__}", (connection_class,), {
+        "_new_conn": new_conn, "request": request, "response_class": answers.FinalAnswer})
 
 
 class _WatchedAdapter(SafeAdapter):

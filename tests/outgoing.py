@@ -13,34 +13,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from flask.testing import FlaskClient
 
-from app import db, deliveries, addresses
-from tasks import egress, run_job
+from app import addresses
+from tasks import egress
 from tests.conftest import World
-from tests.running import submit
 
 PUBLIC = "93.184.216.34"
 _numbers = itertools.count()
 _TECHNICAL = re.compile(r"Error|Exception|0x[0-9a-f]{6}|object at|errno|allow_|max_|://|[{}<>_]")
 
 
-def finish(api: FlaskClient, url: str = f"http://{PUBLIC}/") -> str:
-    """Runs a job with this callback; returns the delivery's id."""
-    job_id = submit(api, n=5, callback_url=url)
-    run_job.run_once(job_id)
-    with db.reading() as view:
-        delivery = deliveries.latest_of_job(view, job_id)
-    assert delivery is not None
-    return delivery.id
-
-
 def another_delivery(world: World, known: str, url: str) -> str:
     """One more delivery of the same job, due now, to an address that nobody has checked."""
     made = f"{known}-{next(_numbers)}"
     world.sql(
-        "INSERT INTO deliveries (id, job_id, url, host, state, attempts, next_attempt_at, created_at) "
-        "SELECT :made, job_id, :url, :made, 'pending', 0, created_at, created_at FROM deliveries WHERE id = :known",
+        "INSERT INTO deliveries (id, job_id, url, host, endpoint, state, attempts, next_attempt_at, created_at) "
+        "SELECT :made, job_id, :url, :made, :made, 'pending', 0, created_at, created_at FROM deliveries "
+        "WHERE id = :known",
         made=made, url=url, known=known)
     return made
 

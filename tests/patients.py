@@ -13,8 +13,7 @@ from tasks import deliver_webhook, prune_expired, run_job
 from tasks.egress import Answer
 from tests.asking import cancel, redeliver
 from tests.conftest import World
-from tests.running import Crash, a_kind, die_in_mid_job, later, relay, run_to_end, submit
-from tests.test_delivering import finish
+from tests.running import Crash, a_kind, die_in_mid_job, finish, later, relay, run_to_end, submit
 
 HOOK = "http://127.0.0.1:9/"
 BUSY = "http://127.0.0.1:9/busy"

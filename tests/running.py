@@ -11,7 +11,7 @@ import pytest
 from flask.testing import FlaskClient
 from pydantic import BaseModel
 
-from app import clock, kinds
+from app import clock, db, deliveries, kinds
 from app.jobs import Job
 from app.kinds import Kind
 from app.outbox import Row
@@ -44,6 +44,16 @@ def submit(api: FlaskClient, kind: str = "primes", **members: Any) -> str:
     answer = api.post("/jobs", json={"kind": kind, **members})
     assert answer.status_code == 202, answer.text
     return answer.json["job_id"]
+
+
+def finish(api: FlaskClient, url: str, **members: Any) -> str:
+    """Runs a job with this callback; returns the delivery's id."""
+    job_id = submit(api, **(members or {"n": 5}), callback_url=url)
+    run_job.run_once(job_id)
+    with db.reading() as view:
+        delivery = deliveries.latest_of_job(view, job_id)
+    assert delivery is not None
+    return delivery.id
 
 
 class Broker:

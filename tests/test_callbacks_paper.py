@@ -18,7 +18,7 @@ import pytest
 import requests
 from flask.testing import FlaskClient
 
-from app import backoff, clock, config, db, deliveries, excerpts, kinds, ports
+from app import addresses, backoff, clock, config, db, deliveries, excerpts, kinds, ports
 from hooksink import signature as receiving
 from tasks import deliver_webhook, egress, run_job, signature
 from tasks.egress import Answer, Unanswered
@@ -200,6 +200,34 @@ def test_whatever_strangers_write_is_refused_without_an_error(program: str) -> N
     assert not any(believed(headers, other) for other in (b"", b"\xff", body + b"\n", written_anew))
 
 
+@pytest.mark.parametrize("given,taken", [
+    (SECRET, [SECRET]), (f"{SECRET},", [SECRET]), (f" {SECRET} , {SECRET[::-1]}", [SECRET, SECRET[::-1]]),
+    ("", None), (",", None), ("whsec_", None), (f"{SECRET},whsec_", None)])
+def test_the_receiver_takes_no_empty_secret(given: str, taken: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CALLBACK_SECRETS", given)
+    reads = re.findall(r"(?ms)^SECRETS = .*?(?=^FILE)", RECEIVER)[0]
+    names: dict[str, Any] = {"os": os}
+    if taken is None:
+        with pytest.raises(SystemExit, match="CALLBACK_SECRETS"):
+            exec(reads, names)
+    else:
+        exec(reads, names)
+        assert names["SECRETS"] == taken
+
+
+@one_database
+def test_a_receiver_whose_file_was_locked_goes_on(api: FlaskClient, world: World, inbox: Inbox) -> None:
+    inbox.start(RECEIVER.replace("timeout=10", "timeout=0.1").replace("news.wait(60)", "news.wait(0.1)"))
+    with contextlib.closing(sqlite3.connect(inbox.folder / "hooks.sqlite3", isolation_level=None)) as file:
+        file.execute("BEGIN EXCLUSIVE")
+        process = inbox.process
+        assert process is not None
+        wait_until(lambda: "what came is left for later" in process.output(), what="its work has failed")
+        file.execute("ROLLBACK")
+    job_id, delivery_id = finish(api, inbox.url)
+    assert tell(delivery_id) == ("delivered", 204) and [row[0] for row in inbox.ended()] == [job_id]
+
+
 def test_what_the_paper_says_of_the_library_is_so() -> None:
     from standardwebhooks import Webhook, WebhookVerificationError
 
@@ -278,7 +306,7 @@ def test_the_table_of_answers_is_the_codes() -> None:
     for code in range(200, 600):
         says, state = said.get(code, other), led_to(code)
         assert says.startswith("is tried again" if state == "pending" else f"is `{state}`"), code
-    assert told[next(what for what in told if what.startswith("nothing whole"))] == "is tried again"
+    assert told[next(what for what in told if what.startswith("nothing, or not all"))] == "is tried again"
     assert led_to(None) == "pending" and led_to(None, refused=True) == "refused"
     assert f"{backoff.MAX_RETRY_AFTER_SECONDS / 3600:g} h at most" in TEXT
 
@@ -325,7 +353,7 @@ def test_the_schedule_and_the_bounds_are_the_defaults() -> None:
     assert 2.8 < days < 3.2 and "about\nthree days" in TEXT
     bounds = [(amount(most), setting.strip("`").lower()) for most, setting in paper.table("what", TEXT).values()]
     assert [most for most, setting in bounds if setting == "fixed"] == [
-        egress.CONNECT_SECONDS, egress.MAX_ANSWER_BYTES, excerpts.MAX_BYTES]
+        addresses.LOOKUP_SECONDS, egress.CONNECT_SECONDS, egress.MAX_ANSWER_BYTES, excerpts.MAX_BYTES]
     assert {setting: most for most, setting in bounds if setting != "fixed"} == {
         name: defaults[name] for name in ("callback_timeout_seconds", "callback_per_host")}
 

@@ -15,18 +15,8 @@ from tasks.egress import Answer
 from tests import receiver as receivers
 from tests.conftest import World, one_database
 from tests.receiver import Receiver
-from tests.running import Crash, a_kind, later, relay, submit
+from tests.running import Crash, a_kind, finish, later, relay, submit
 from tests.servers import wait_until
-
-
-def finish(api: FlaskClient, url: str, **members: Any) -> str:
-    """Runs a job with this callback; returns the delivery's id."""
-    job_id = submit(api, **(members or {"n": 5}), callback_url=url)
-    run_job.run_once(job_id)
-    with db.reading() as view:
-        delivery = deliveries.latest_of_job(view, job_id)
-    assert delivery is not None
-    return delivery.id
 
 
 def test_a_finished_job_is_told_to_its_receiver(api: FlaskClient, world: World, receiver: Receiver) -> None:

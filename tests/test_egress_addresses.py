@@ -12,8 +12,9 @@ from app import addresses, schema
 from tasks import deliver_webhook
 from tests.conftest import World, one_database
 from tests.outgoing import (
-    PUBLIC, another_delivery, attempt_of, connections, finish, is_readable, listener, name_server, nobody_came,
+    PUBLIC, another_delivery, attempt_of, connections, is_readable, listener, name_server, nobody_came,
 )
+from tests.running import finish
 
 LOOPBACK = [
     "127.0.0.1", "127.0.0.2", "127.255.255.255",
@@ -129,7 +130,7 @@ def test_it_is_refused_at_submission(api: FlaskClient, world: World, monkeypatch
 def test_it_is_refused_at_delivery_and_nothing_is_connected_to(
     api: FlaskClient, world: World, monkeypatch: Any, kind: str,
 ) -> None:
-    known = finish(api)
+    known = finish(api, f"http://{PUBLIC}/")
     name_server(monkeypatch, **ANSWERS)
     with listener() as waiting, connections(monkeypatch, world) as made:
         for url in urls(kind, waiting.getsockname()[1]):
@@ -162,7 +163,7 @@ def test_an_address_that_was_allowed_at_submission_is_refused_at_delivery(
 def test_a_nul_never_gets_into_an_address(api: FlaskClient, world: World, monkeypatch: Any) -> None:
     url = f"http://{PUBLIC}/\0"
     assert api.post("/jobs", json={"n": 5, "callback_url": url}).status_code == 400  # as everywhere in a body
-    delivery_id = another_delivery(world, finish(api), url)
+    delivery_id = another_delivery(world, finish(api, f"http://{PUBLIC}/"), url)
     with connections(monkeypatch, world) as made:
         assert deliver_webhook.run_once(delivery_id).state == "refused" and made == []
 
@@ -198,7 +199,7 @@ def test_exactly_what_callback_allow_names_is_opened(
     api: FlaskClient, world: World, monkeypatch: Any, allow: str, opened: list[str], closed: list[str],
 ) -> None:
     name_server(monkeypatch, here_example=[["127.0.0.1"]])
-    known = finish(api)
+    known = finish(api, f"http://{PUBLIC}/")
     world.set(CALLBACK_ALLOW=allow)
     for origin in opened:
         assert api.post("/jobs", json={"n": 5, "callback_url": f"http://{origin}/"}).status_code == 202, origin

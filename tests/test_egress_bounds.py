@@ -22,10 +22,12 @@ from tests import misbehaving, receiver as receivers, servers
 from tests.asking import all_at_once
 from tests.conftest import World, one_database
 from tests.misbehaving import bomb, drip, endless, over_tls, raw, reset, says
-from tests.outgoing import another_delivery, finish, is_readable, trusted
+from tests.outgoing import PUBLIC, another_delivery, is_readable, trusted
 from tests.receiver import Receiver
+from tests.running import finish
 
 OK = b"HTTP/1.1 200 OK\r\n"
+HINTS = b"HTTP/1.1 103 Early Hints\r\nLink: </style.css>; rel=preload\r\n\r\n"
 CHUNKED = OK + b"Transfer-Encoding: chunked\r\n\r\n"
 LATE = "no whole answer within 1 s"
 UNHEARD = "closed without an answer"
@@ -38,13 +40,19 @@ TOO_LONG = "headers too large: a line of more than 64 KiB"
 PLAYS: dict[str, tuple[misbehaving.Play, int | None, str | None]] = {
     "no answer": (endless(b"", b"", 0.5), None, LATE),
     "a slow status line": (drip(OK * 9), None, LATE),
-    "slow headers": (drip(b"X-Drip: 1\r\n" * 9, start=OK), 200, LATE),
+    "slow headers": (drip(b"X-Drip: 1\r\n" * 9, start=OK), None, LATE),
     "endless 100 Continue": (endless(b"", b"HTTP/1.1 100 Continue\r\n\r\n"), None, LATE),
     "endless headers": (endless(OK, b"X-Flood: 1\r\n"), None, TOO_MANY),
     "endless headers of a 100": (endless(b"HTTP/1.1 100 Continue\r\n", b"X-Flood: 1\r\n"), None, TOO_MANY),
     "100,000 headers": (says(OK, b"X-Flood: 1\r\n" * 100_000, b"\r\n"), None, TOO_MANY),
     "a header line of 10 MB": (says(OK, b"X-Flood: ", b"x" * 10_000_000, b"\r\n\r\n"), None, TOO_LONG),
     "an endless status line": (endless(b"HTTP/1.1 200 ", b"x" * 65536), None, TOO_LONG),
+
+    "an answer after hints": (says(HINTS * 3, OK, b"Content-Length: 2\r\n\r\nok"), 200, None),
+    "hints and nothing else": (endless(HINTS, b"", 0.5), None, LATE),
+    "hints for ever": (endless(HINTS, HINTS), None, LATE),
+    "closes after hints": (says(HINTS), None, UNHEARD),
+    "another protocol from now on": (says(b"HTTP/1.1 101 Switching Protocols\r\n\r\n"), None, GARBAGE),
 
     "a slow body": (drip(b"." * 99, start=OK + b"Content-Length: 99\r\n\r\n"), 200, LATE),
     "a slow body without a length": (drip(b"." * 99, start=OK + b"\r\n"), 200, LATE),
@@ -65,7 +73,9 @@ PLAYS: dict[str, tuple[misbehaving.Play, int | None, str | None]] = {
     "closes": (says(), None, UNHEARD),
     "closes within the status line": (says(b"HTTP/1.1 2"), None, BROKE_OFF),
     "closes within the protocol's name": (says(b"HT"), None, BROKE_OFF),
-    "closes within the headers": (says(b"HTTP/1.1 503 x\r\nConte"), 503, None),
+    "closes within the headers": (says(b"HTTP/1.1 503 x\r\nConte"), None, BROKE_OFF),
+    "closes before the headers": (says(b"HTTP/1.1 200 OK"), None, BROKE_OFF),
+    "closes before the headers' end": (says(OK, b"Content-Length: 0\r\n"), None, BROKE_OFF),
     "closes within the body": (says(OK, b"Content-Length: 99\r\n\r\n."), 200, BROKE_OFF),
     "closes within a chunk": (says(CHUNKED, b"99\r\n."), 200, BROKE_OFF),
     "closes between chunks": (says(CHUNKED, b"1\r\n.\r\n"), 200, BROKE_OFF),
@@ -144,7 +154,7 @@ def test_however_a_receiver_misbehaves_the_attempt_ends_in_time_and_says_why(
     api: FlaskClient, world: World, tmp_path: Path, monkeypatch: Any,
 ) -> None:
     let_names_be_unknown(monkeypatch)
-    known = finish(api)
+    known = finish(api, f"http://{PUBLIC}/")
     world.set(CALLBACK_ALLOW="127.0.0.0/8", CALLBACK_TIMEOUT_SECONDS=1, COURIER_CONCURRENCY=200)
     with receivers_of_every_sort(tmp_path) as sorts:
         made = {another_delivery(world, known, url): name for name, (url, _, _) in sorts.items()}
@@ -249,6 +259,19 @@ def test_a_kept_connection_is_watched_too(world: World, receiver: Receiver) -> N
     assert time.monotonic() - began < 4 and len(clients) == 1
 
 
+@one_database
+def test_an_answer_that_follows_an_interim_one_is_not_the_next_requests(world: World, receiver: Receiver) -> None:
+    clients = set()
+
+    def respond(handler: Any, count: int) -> None:
+        clients.add(handler.client_address)
+        handler.wfile.write(b"HTTP/1.1 102 Processing\r\n\r\n")
+        receivers.status(200 if count == 1 else 503)(handler, count)
+
+    receiver.respond = respond
+    assert [egress.post(receiver.url, b"{}", {}, 5.0).code for _ in range(3)] == [200, 503, 503] and len(clients) == 1
+
+
 # --- certificates that would be trusted, were they right ---
 
 
@@ -290,7 +313,7 @@ def test_a_name_server_that_does_not_answer_holds_up_nobody(
     api: FlaskClient, world: World, monkeypatch: Any,
 ) -> None:
     """Neither whoever submits, nor the attempt, nor those whose receivers need no name."""
-    known = finish(api)
+    known = finish(api, f"http://{PUBLIC}/")
     released, really, asked = threading.Event(), socket.getaddrinfo, list[str]()
 
     def getaddrinfo(host: str, *rest: Any, **more: Any) -> Any:

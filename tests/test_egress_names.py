@@ -16,9 +16,10 @@ from tests import receiver as receivers
 from tests.conftest import World, one_database
 from tests.misbehaving import endless, over_tls, says
 from tests.outgoing import (
-    PUBLIC, another_delivery, attempt_of, connections, finish, listener, name_server, nobody_came, trusted,
+    PUBLIC, another_delivery, attempt_of, connections, listener, name_server, nobody_came, trusted,
 )
 from tests.receiver import Receiver
+from tests.running import finish
 
 NOBODY = socket.gaierror(socket.EAI_NONAME, "Name or service not known")
 STALLED = socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
@@ -106,7 +107,7 @@ def test_the_next_address_of_a_name_is_tried(world: World, monkeypatch: Any, rec
 def test_a_redirect_is_never_followed_and_no_success(
     api: FlaskClient, world: World, monkeypatch: Any, receiver: Receiver, code: int,
 ) -> None:
-    known = finish(api)
+    known = finish(api, f"http://{PUBLIC}/")
     world.set(CALLBACK_ALLOW="127.0.0.0/8")
     with listener("127.0.0.1") as elsewhere:
         for target in (f"http://127.0.0.1:{elsewhere.getsockname()[1]}/", f"{receiver.url}/again", "/again", "//[::1"):

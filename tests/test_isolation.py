@@ -16,8 +16,7 @@ from tasks.egress import Answer, Unanswered
 from tests import statements
 from tests.asking import redeliver
 from tests.conftest import World, one_database
-from tests.running import later, relay
-from tests.test_delivering import finish
+from tests.running import finish, later, relay
 
 HOST = "http://127.0.0.1:9"
 SICK, OTHER = f"{HOST}/sick", f"{HOST}/other"
