@@ -83,7 +83,8 @@ def test_a_delivery_walks_the_whole_default_schedule(api: FlaskClient, world: Wo
 
 @pytest.mark.parametrize("attempt,chance,retry_after,expected", [
     (1, 0.5, None, 5), (1, 0.0, None, 4), (1, 1.0, None, 6), (2, 0.5, None, 300), (1, 0.5, 60.0, 66),
-    (1, 0.0, 60.0, 60), (1, 1.0, 60.0, 72), (1, 1.0, 86_400.0, 86_400), (2, 0.5, 60.0, 300), (3, 0.5, None, None), (3, 0.5, 60.0, None),
+    (1, 0.0, 60.0, 60), (1, 1.0, 60.0, 72), (1, 1.0, 86_400.0, 86_400),
+    (2, 0.5, 60.0, 300), (3, 0.5, None, None), (3, 0.5, 60.0, None),
 ])
 def test_when_the_next_try_is_due(attempt: int, chance: float, retry_after: float | None, expected: Any) -> None:
     due = backoff.next_delivery_at((0, 5, 300), attempt, chance, retry_after, NOW)
