@@ -56,6 +56,16 @@ def find(view: Connection, endpoint: str) -> Circuit | None:
     return None if row is None else Circuit(*row)
 
 
+_of_host = select(endpoints.c.standing).where(
+    endpoints.c.host == bindparam("of_host")).order_by(endpoints.c.noted_at.desc()).limit(1)
+
+
+def standing_of_host(view: Connection, host: str) -> str | None:
+    """How the endpoint of this host answered that was noted last: what to expect of one that has not been tried, where
+    each callback has a path of its own. None when none has been tried."""
+    return view.execute(_of_host, {"of_host": host}).scalar_one_or_none()
+
+
 def as_document(circuit: Circuit) -> dict[str, Any]:
     """An endpoint's standing as clients read it."""
     moments = {"failing_since": circuit.failing_since, "paused_until": circuit.paused_until}

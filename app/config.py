@@ -84,7 +84,7 @@ class Settings(BaseSettings):
     worker_queues: Texts = ("q:jobs2",)
     worker_stop_seconds: float = Field(25, ge=0, le=86_400)  # SIGTERM to release; platforms kill after 30
     cancel_grace_seconds: float = Field(5, ge=0, le=86_400)  # what a running function gets to notice its cancellation
-    courier_concurrency: int = Field(64, ge=4, le=1024)  # threads that wait on the network
+    courier_concurrency: int = Field(64, ge=16, le=1024)  # threads that wait on the network
     broker_visibility_timeout_seconds: int = Field(3600, ge=5)  # Redis brokers only; no promise hangs on it
 
     @model_validator(mode="before")

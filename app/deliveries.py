@@ -154,16 +154,16 @@ _is_due = select(deliveries.c.id).where(deliveries.c.id == bindparam("delivery_i
 
 
 def claim(
-    tx: Connection, known: Delivery, now: datetime, leased_until: datetime, per_host: int, per_endpoint: int,
+    tx: Connection, known: Delivery, now: datetime, leased_until: datetime, per_host: int, standing: str | None,
 ) -> Delivery | None:
-    """pending → sending: claims the next attempt. None when it is not due, another sender has it, or so many attempts
-    to its host or its endpoint are under way: then it waits without a message, and the end of one of those stages it
-    (see `stage_next`)."""
+    """pending → sending: claims the next attempt. None when it is not due, another sender has it, or its host has no
+    room for one more attempt to an endpoint of this standing: then it waits without a message, and the end of one that
+    is under way stages it (see `turns.stage_next`)."""
     turns.hold(tx, known.host)
     if tx.execute(_is_due, {"delivery_id": known.id, "now": now}).first() is None:
         return None
     outbox.settle(tx, states.DELIVER_WEBHOOK, known.id)
-    if not turns.has_room(tx, known.host, known.endpoint, per_host, per_endpoint, now):
+    if not turns.room(tx, known.host, per_host, now).admits(known.endpoint, standing):
         return None
     return _delivery(tx.execute(_claim, {"delivery_id": known.id, "now": now, "until": leased_until}).first())
 
@@ -249,7 +249,7 @@ def stalled(view: Connection, now: datetime) -> list[Delivery]:
 
 
 _overdue = select(*_columns).join(endpoints, endpoints.c.id == deliveries.c.endpoint).where(
-    endpoints.c.paused_until.is_not(None), deliveries.c.state == states.PENDING,
+    endpoints.c.paused_until > bindparam("now"), deliveries.c.state == states.PENDING,
     deliveries.c.next_attempt_at <= bindparam("now"), deliveries.c.created_at < bindparam("before"),
 ).order_by(deliveries.c.next_attempt_at).limit(100)
 _give_up = update(deliveries).where(
@@ -261,7 +261,8 @@ _give_up = update(deliveries).where(
 
 
 def overdue(view: Connection, before: datetime, now: datetime) -> list[Delivery]:
-    """Deliveries of before then that wait for an endpoint that is paused again and again: at most 100."""
+    """Deliveries of before then that wait for an endpoint that is paused: so its last attempt failed within the hour,
+    whatever kept us away meanwhile. At most 100."""
     return [Delivery(*row) for row in view.execute(_overdue, {"now": now, "before": before})]
 
 

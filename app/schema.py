@@ -196,6 +196,7 @@ endpoints = Table(
     CheckConstraint("paused_until IS NULL OR standing = 'failing'", name="paused_is_failing"),
     _partial("ix_endpoints_failing", "paused_until", where="standing = 'failing'"),
     Index("ix_endpoints_noted_at", "noted_at"),
+    Index("ix_endpoints_host_noted_at", "host", "noted_at"),
 )
 
 # One try of one delivery, append only.

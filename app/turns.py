@@ -3,7 +3,7 @@ no message, and the end of an attempt names who goes on."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
@@ -24,18 +24,40 @@ def hold(tx: Connection, host: str) -> None:
         tx.execute(_hold_host, {"host": host})
 
 
-_under_way = select(deliveries.c.endpoint).where(
-    deliveries.c.host == bindparam("to_host"), deliveries.c.state == states.SENDING,
-    deliveries.c.leased_until > bindparam("now"))
+@dataclass
+class Room:
+    """What is under way to one host, and what may begin beside it."""
+
+    per_host: int
+    sending: Counter[str] = field(default_factory=Counter)  # by endpoint
+    not_well: int = 0
+
+    def admits(self, endpoint: str, standing: str | None) -> bool:
+        """Whether one more attempt may begin. Endpoints that are not well leave one place to those that are, if there
+        is more than one."""
+        return (self.sending.total() < self.per_host
+                and self.sending[endpoint] < circuits.attempts_at_a_time(standing, self.per_host)
+                and (standing == states.WELL or self.not_well < max(1, self.per_host - 1)))
+
+    def begin(self, endpoint: str, standing: str | None) -> None:
+        """One more is under way."""
+        self.sending[endpoint] += 1
+        self.not_well += standing != states.WELL
 
 
-def has_room(
-    tx: Connection, host: str, endpoint: str, per_host: int, per_endpoint: int, now: datetime,
-) -> bool:
-    """Whether one more attempt may begin: fewer than so many are under way to the host, and to the endpoint. The caller
-    holds the host."""
-    sending = list(tx.execute(_under_way, {"to_host": host, "now": now}).scalars())
-    return len(sending) < per_host and sending.count(endpoint) < per_endpoint
+_under_way = (
+    select(deliveries.c.endpoint, endpoints.c.standing)
+    .outerjoin(endpoints, endpoints.c.id == deliveries.c.endpoint)
+    .where(deliveries.c.host == bindparam("to_host"), deliveries.c.state == states.SENDING,
+           deliveries.c.leased_until > bindparam("now")))
+
+
+def room(tx: Connection, host: str, per_host: int, now: datetime) -> Room:
+    """What this host has room for. The caller holds the host."""
+    found = Room(per_host)
+    for endpoint, standing in tx.execute(_under_way, {"to_host": host, "now": now}):
+        found.begin(endpoint, standing)
+    return found
 
 
 _other = deliveries.alias("other")
@@ -53,45 +75,29 @@ _waiting = (
         endpoints.c.paused_until.is_(None), endpoints.c.paused_until <= bindparam("now")))
     .order_by(deliveries.c.next_attempt_at, deliveries.c.id).limit(bindparam("most")))
 _busy: Any = bindparam("busy", expanding=True)
-_of_idle_endpoints = _waiting.where(deliveries.c.endpoint.not_in(_busy))
-_of_busy_endpoints = _waiting.where(deliveries.c.endpoint.in_(_busy))
-_standings = select(endpoints.c.id, endpoints.c.standing).where(endpoints.c.id.in_(_busy))
+_well = endpoints.c.standing == states.WELL
+_idle = deliveries.c.endpoint.not_in(_busy)
+# Who goes on: first who has nothing under way, and of these who is well, lest sick ones take every place that is free.
+_IN_TURN = (_waiting.where(_idle, _well), _waiting.where(_idle), _waiting.where(~_idle, _well), _waiting.where(~_idle))
 
 
 def next_up(tx: Connection, host: str, per_host: int, now: datetime) -> list[str]:
-    """The deliveries that take the place of an attempt that has ended: the longest due, but first those of endpoints
-    that have none under way. One, or as many as there is room for when nothing else is under way: those would have
-    named the next. The caller holds the host, and stages them."""
+    """The deliveries that take the place of an attempt that has ended, in turn, the longest due first. One, or as many
+    as there is room for when nothing else is under way: those would have named the next. The caller holds the host, and
+    stages them."""
     if tx.execute(_anyone, {"to_host": host, "now": now}).first() is None:
         return []
-    sending = Counter(tx.execute(_under_way, {"to_host": host, "now": now}).scalars())
-    if not sending:
-        return _fitting(tx.execute(_of_idle_endpoints, _asked(host, now, [], per_host)).all(), per_host)
-    if sending.total() >= per_host:
-        return []
-    found = tx.execute(_of_idle_endpoints, _asked(host, now, list(sending), 1)).all()
-    if not found and (free := _with_room(tx, sending, per_host)):
-        found = tx.execute(_of_busy_endpoints, _asked(host, now, free, 1)).all()
-    return [row.id for row in found]
-
-
-def _asked(host: str, now: datetime, busy: list[str], most: int) -> dict[str, Any]:
-    return {"to_host": host, "now": now, "busy": busy, "most": most}
-
-
-def _with_room(tx: Connection, sending: Counter[str], per_host: int) -> list[str]:
-    standings = {row.id: row.standing for row in tx.execute(_standings, {"busy": list(sending)})}
-    return [endpoint for endpoint, number in sending.items()
-            if number < circuits.attempts_at_a_time(standings.get(endpoint), per_host)]
-
-
-def _fitting(found: Sequence[Any], per_host: int) -> list[str]:
-    begun: Counter[str] = Counter()
-    chosen = []
-    for delivery_id, endpoint, standing in found:
-        if begun[endpoint] < circuits.attempts_at_a_time(standing, per_host):
-            begun[endpoint] += 1
-            chosen.append(delivery_id)
+    free = room(tx, host, per_host, now)
+    most = 1 if free.sending else per_host
+    asked = {"to_host": host, "now": now, "busy": list(free.sending), "most": per_host}
+    chosen: list[str] = []
+    for question in _IN_TURN:
+        for delivery_id, endpoint, standing in tx.execute(question, asked).all():
+            if delivery_id not in chosen and free.admits(endpoint, standing):
+                free.begin(endpoint, standing)
+                chosen.append(delivery_id)
+            if len(chosen) == most:
+                return chosen
     return chosen
 
 

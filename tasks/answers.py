@@ -14,7 +14,7 @@ class FinalAnswer(http.client.HTTPResponse):
         if self.headers is not None:
             return
         whole = self.fp
-        self.fp = lines = _Lines(whole)  # type: ignore[assignment]
+        self.fp = lines = _Lines(whole)
         try:
             super().begin()
         finally:

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 
 from sqlalchemy import Connection
+from sqlalchemy.exc import DBAPIError
+from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from app import backoff, circuits, clock, db, deliveries, excerpts, jobs, logs, metrics, signing, states, status, turns
 from app.circuits import Circuit
@@ -53,7 +55,7 @@ def run_once(
     known = _look(delivery_id, now())
     if known is None:
         return None
-    with threads.one(None if known.circuit is None else known.circuit.standing) as granted:
+    with threads.one(known.expected) as granted:
         held = _claim(known, granted, now())
         return None if held is None else _attempt(held, known.job, post, now)
 
@@ -61,11 +63,25 @@ def run_once(
 def _attempt(held: Delivery, job: Job, post: Post, now: Callable[[], datetime]) -> Delivery | None:
     tried, retry_after, refused = _act(held, job, post, now)
     ending = decide(held, tried, retry_after, refused, random.random(), now())
-    after = record(held, tried, ending, now())
+    after = _record(held, tried, ending, now)
     log.info("delivery attempted", extra={
         "job_id": job.id, "webhook_id": held.id, "attempt": held.attempts, "state": ending.becomes,
         "response_code": tried.response_code, "error": _without_details(tried.error), "recorded": after is not None})
     return after
+
+
+def _record(held: Delivery, tried: Attempt, ending: Ending, now: Callable[[], datetime]) -> Delivery | None:
+    """As `record`; a database that is away is asked again for as long as the lease could stand, so that an answer that
+    came is not forgotten."""
+    give_up = time.monotonic() + _LEASE_MARGIN_SECONDS
+    while True:
+        try:
+            return record(held, tried, ending, now())
+        except (DBAPIError, PoolTimeout) as error:
+            if not db.is_away(error) or time.monotonic() > give_up:
+                raise  # the lease runs out, and the rescue ends the attempt
+            log.warning("the database is away, the attempt's end is written again", extra={"error": db.reason(error)})
+            time.sleep(_STEP_BACK_SECONDS)
 
 
 def _without_details(error: str | None) -> str | None:
@@ -75,20 +91,22 @@ def _without_details(error: str | None) -> str | None:
 
 @dataclass(frozen=True)
 class Known:
-    """A delivery that is due, with what it tells of and how its endpoint answered lately."""
+    """A delivery that is due, with what it tells of, how its endpoint answered lately, and what to expect of that."""
 
     delivery: Delivery
     job: Job
     circuit: Circuit | None
+    expected: str | None
 
 
 def _look(delivery_id: str, now: datetime) -> Known | None:
     with db.reading() as view:
         known = deliveries.find(view, delivery_id)
         job = None if known is None else jobs.find(view, known.job_id)
-        circuit = None if known is None else circuits.find(view, known.endpoint)
-    if known is None or job is None:
-        return None
+        if known is None or job is None:
+            return None
+        circuit = circuits.find(view, known.endpoint)
+        expected = circuits.standing_of_host(view, known.host) if circuit is None else circuit.standing
     logs.concern(job_id=job.id)
     due = known.next_attempt_at is not None and known.next_attempt_at <= now
     if not due or not _final_state_is_shown(job, known, now):
@@ -96,7 +114,7 @@ def _look(delivery_id: str, now: datetime) -> Known | None:
         return None
     if spreading.step_back(known, random.random(), now):
         return None
-    return Known(known, job, circuit)
+    return Known(known, job, circuit, expected)
 
 
 def _claim(known: Known, granted: bool, now: datetime) -> Delivery | None:
@@ -104,13 +122,11 @@ def _claim(known: Known, granted: bool, now: datetime) -> Delivery | None:
     standing = None if known.circuit is None else known.circuit.standing
     put_off_until = circuits.paused(known.circuit, now) or (None if granted else _a_moment_later(now))
     lease = timedelta(seconds=settings().callback_timeout_seconds + _LEASE_MARGIN_SECONDS)
-    per_host = settings().callback_per_host
     with db.transaction() as tx:
         if put_off_until is not None:
             deliveries.put_off(tx, known.delivery.id, put_off_until, now)
             return None
-        return deliveries.claim(
-            tx, known.delivery, now, now + lease, per_host, circuits.attempts_at_a_time(standing, per_host))
+        return deliveries.claim(tx, known.delivery, now, now + lease, settings().callback_per_host, standing)
 
 
 def _final_state_is_shown(job: Job, known: Delivery, now: datetime) -> bool:

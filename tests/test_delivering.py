@@ -1,6 +1,8 @@
 """Callbacks: signed, retried by columns in SQL, every try a row, never at the job's expense."""
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import threading
 from datetime import timedelta
@@ -8,6 +10,7 @@ from typing import Any
 
 import pytest
 from flask.testing import FlaskClient
+from sqlalchemy.exc import OperationalError
 
 from app import clock, db, deliveries, states, status, turns
 from tasks import deliver_webhook, rescue_stalled, run_job, threads
@@ -127,6 +130,22 @@ def test_a_try_that_died_is_a_row_and_another_one_follows(
     assert rows[0]["error"].startswith("interrupted")
 
 
+def test_an_answer_that_came_while_the_database_was_away_is_not_forgotten(
+    api: FlaskClient, world: World, receiver: Receiver, monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    delivery_id, really, asked = finish(api, receiver.url), deliveries.record, itertools.count()
+    monkeypatch.setattr(deliver_webhook, "_STEP_BACK_SECONDS", 0.01)
+
+    def record(*arguments: Any) -> Any:
+        if next(asked) < 3:
+            raise OperationalError("UPDATE", None, TimeoutError("held by another writer"))
+        return really(*arguments)
+
+    monkeypatch.setattr(deliveries, "record", record)
+    assert deliver_webhook.run_once(delivery_id).state == "delivered"
+    assert len(receiver.hooks) == 1 and world.sql("SELECT response_code FROM delivery_attempts") == [(204,)]
+
+
 def test_a_sender_that_was_frozen_records_nothing(api: FlaskClient, world: World, receiver: Receiver) -> None:
     delivery_id = finish(api, receiver.url)
 
@@ -147,7 +166,8 @@ def test_a_frozen_sender_does_not_end_the_try_of_another(
     def freeze(*_: Any) -> Answer:
         rescue_stalled.run_once(later(31), {})
         with db.transaction() as tx:
-            assert deliveries.claim(tx, deliveries.find(tx, delivery_id), later(60), later(90), 4, 4).attempts == 2
+            known = deliveries.find(tx, delivery_id)
+            assert deliveries.claim(tx, known, later(60), later(90), 4, states.WELL).attempts == 2
         return Answer(204, None, b"")
 
     assert deliver_webhook.run_once(delivery_id, post=freeze) is None
@@ -259,10 +279,11 @@ def test_a_callback_that_waits_for_nobody_is_found(api: FlaskClient, world: Worl
 
 @one_database
 def test_callbacks_leave_threads_to_the_relay(api: FlaskClient, world: World, receiver: Receiver) -> None:
-    world.set(COURIER_CONCURRENCY=4)
+    world.set(COURIER_CONCURRENCY=16)
     delivery_id = finish(api, receiver.url)
-    with threads.one(states.WELL) as granted:
-        assert granted
+    with contextlib.ExitStack() as others:
+        while others.enter_context(threads.one(states.WELL)):
+            pass
         relay()
         deliver_webhook.deliver_webhook(delivery_id)
         assert receiver.hooks == [] and world.sql("SELECT state, attempts FROM deliveries") == [("pending", 0)]

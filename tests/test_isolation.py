@@ -71,8 +71,8 @@ def under_way(*ids: str) -> Iterator[None]:
             assert known is not None
             circuit = circuits.find(view, known.endpoint)
         with db.transaction() as tx:
-            most = circuits.attempts_at_a_time(None if circuit is None else circuit.standing, 4)
-            return deliveries.claim(tx, known, clock.now(), later(30), 4, most) is not None
+            standing = None if circuit is None else circuit.standing
+            return deliveries.claim(tx, known, clock.now(), later(30), 4, standing) is not None
 
     assert all([begin(delivery_id) for delivery_id in ids])
     yield
@@ -94,6 +94,8 @@ def test_how_much_of_its_host_an_endpoint_may_take_up(
 
 
 def test_a_host_takes_no_more_for_all_its_endpoints(api: FlaskClient, world: World) -> None:
+    for number in range(5):
+        note(f"{HOST}/{number}", True)
     ids = [finish(api, f"{HOST}/{number}") for number in range(5)]
     with under_way(*ids[:4]):
         assert attempt(ids[4]) is None
@@ -147,6 +149,31 @@ def test_when_it_has_failed_one_goes_on(api: FlaskClient, world: World) -> None:
     world.sql("DELETE FROM outbox")  # they all wait
     attempt(ids[0], 500)
     assert told(world) == [ids[1]]
+
+
+def test_however_many_endpoints_of_a_host_hang_one_place_is_for_those_that_are_well(
+    api: FlaskClient, world: World,
+) -> None:
+    note(OTHER, True)
+    sick = [finish(api, f"{SICK}/{number}") for number in range(6)]
+    fine = [finish(api, OTHER) for _ in range(3)]
+    relay()
+    with under_way(*sick[:3]):
+        assert [attempt(waiting) for waiting in sick[3:]] == [None] * 3
+        assert [attempt(delivery_id).state for delivery_id in fine] == ["delivered"] * 3
+
+
+def test_who_is_well_comes_before_who_is_not(api: FlaskClient, world: World) -> None:
+    note(OTHER, True)
+    sick = [finish(api, f"{SICK}/{number}") for number in range(6)]
+    fine = [finish(api, OTHER) for _ in range(2)]
+    world.sql("DELETE FROM outbox")  # they all wait
+    with under_way(*sick[:2]):
+        attempt(sick[2], 500)
+        assert told(world) == [fine[0]]
+        with under_way(fine[0]):
+            attempt(sick[3], 500)
+            assert told(world) == [sick[4]]  # not well, but nothing of it is under way
 
 
 # --- the standing of an endpoint ---
@@ -353,6 +380,22 @@ def test_an_endpoint_is_forgotten_when_it_has_not_changed_for_a_day(api: FlaskCl
     assert standing(world, SICK) is None and standing(world, OTHER) is not None
 
 
+def test_while_we_were_away_nobody_is_given_up(api: FlaskClient, world: World) -> None:
+    """The pause is over, and nobody has asked the endpoint since."""
+    until = fail_for_long().paused_until
+    assert until is not None
+    ids = [finish(api, SICK) for _ in range(5)]
+    for delivery_id in ids:
+        attempt(delivery_id)
+    days_later = later(9 * 86_400)
+    rescue_stalled.run_once(days_later, {})
+    assert world.sql("SELECT DISTINCT state FROM deliveries") == [("pending",)]
+    while due := told(world, days_later + timedelta(seconds=60)):
+        for target in due:
+            attempt(target, at=days_later + timedelta(seconds=60))
+    assert world.sql("SELECT DISTINCT state FROM deliveries") == [("delivered",)]
+
+
 # --- the courier's threads ---
 
 
@@ -378,12 +421,29 @@ def test_threads_are_kept_for_endpoints_that_answer(world: World) -> None:
 
 
 @one_database
+@pytest.mark.parametrize("before, goes", [(states.WELL, True), (states.FAILING, False), (None, False)])
+def test_an_endpoint_that_is_new_counts_as_its_hosts_last_one(
+    api: FlaskClient, world: World, before: str | None, goes: bool,
+) -> None:
+    """Where each callback has a path of its own."""
+    world.set(COURIER_CONCURRENCY=16)
+    if before is not None:
+        note(f"{HOST}/one", before == states.WELL)
+    delivery_id = finish(api, f"{HOST}/another")
+    with contextlib.ExitStack() as others:
+        while others.enter_context(threads.one(None)):
+            pass
+        assert (attempt(delivery_id) is not None) is goes
+
+
+@one_database
 def test_who_finds_no_thread_waits_with_one_message_an_endpoint(api: FlaskClient, world: World) -> None:
-    world.set(COURIER_CONCURRENCY=4)
+    world.set(COURIER_CONCURRENCY=16)
     sick, fine = [finish(api, SICK) for _ in range(5)], finish(api, OTHER)
     relay()
-    with threads.one(None) as granted:
-        assert granted
+    with contextlib.ExitStack() as others:
+        while others.enter_context(threads.one(None)):
+            pass
         assert [attempt(waiting) for waiting in [*sick, fine]] == [None] * 6
         assert sorted(told(world, later(2))) == sorted([sick[0], fine])
     attempt(sick[0], at=later(2))

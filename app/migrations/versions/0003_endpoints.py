@@ -10,6 +10,8 @@ branch_labels = None
 depends_on = None
 
 _PENDING = sa.text("state = 'pending'")
+_PAGE = sa.text('SELECT id, url FROM deliveries WHERE id > :after ORDER BY id LIMIT 1000')
+_SET = sa.text('UPDATE deliveries SET endpoint = :endpoint WHERE id = :id')
 _FAILING = sa.text("standing = 'failing'")
 
 
@@ -30,16 +32,17 @@ def upgrade() -> None:
     )
     op.create_index('ix_endpoints_failing', 'endpoints', ['paused_until'], sqlite_where=_FAILING, postgresql_where=_FAILING)
     op.create_index('ix_endpoints_noted_at', 'endpoints', ['noted_at'])
+    op.create_index('ix_endpoints_host_noted_at', 'endpoints', ['host', 'noted_at'])
     op.add_column('deliveries', sa.Column('endpoint', sa.String(length=64), server_default='', nullable=False))
     _fill(op.get_bind())
     op.create_index('ix_deliveries_pending_endpoint', 'deliveries', ['endpoint', 'next_attempt_at'], sqlite_where=_PENDING, postgresql_where=_PENDING)
 
 
 def _fill(tx: sa.Connection) -> None:
-    urls = tx.execute(sa.text('SELECT DISTINCT url FROM deliveries')).scalars().all()
-    for url in urls:
-        endpoint = hashlib.sha256(url.partition('?')[0].encode()).hexdigest()
-        tx.execute(sa.text('UPDATE deliveries SET endpoint = :endpoint WHERE url = :url'), {'endpoint': endpoint, 'url': url})
+    after = ''
+    while rows := tx.execute(_PAGE, {'after': after}).all():
+        tx.execute(_SET, [{'endpoint': hashlib.sha256(url.partition('?')[0].encode()).hexdigest(), 'id': id} for id, url in rows])
+        after = rows[-1].id
 
 
 def downgrade() -> None:
