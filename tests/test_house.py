@@ -14,8 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from alembic import command
 from alembic.autogenerate import compare_metadata
+from alembic.config import Config
 from alembic.migration import MigrationContext
+from flask.testing import FlaskClient
 from pysqlite3 import dbapi2
 from sqlalchemy.exc import OperationalError
 
@@ -23,6 +26,8 @@ from app import db, kinds, schema, stack, states
 from app.errors import WrongSetting
 from app.turnstile import Turnstile
 from tests.conftest import World
+from tests.receiver import Receiver
+from tests.running import finish
 from tests.servers import wait_until
 
 ROOT = Path(__file__).parent.parent
@@ -48,6 +53,22 @@ def test_migrating_twice_changes_nothing(world: World) -> None:
     world.sql("INSERT INTO notes (owner, text, created_at) VALUES ('x', 'x', '2026-01-01 00:00:00')")
     stack.migrate()
     assert world.count("notes") == 1
+
+
+def test_tables_of_the_version_before_are_brought_up_with_their_rows(
+    api: FlaskClient, world: World, receiver: Receiver,
+) -> None:
+    finish(api, receiver.url + "/a?job=1")
+    finish(api, receiver.url + "/é?job=2")
+    before = world.sql("SELECT id, url, endpoint, next_attempt_at FROM deliveries ORDER BY id")
+    alembic = Config()
+    alembic.set_main_option("script_location", str(ROOT / "app" / "migrations"))
+    db.dispose()
+    command.downgrade(alembic, "0002")
+    stack.migrate()
+    assert world.sql("SELECT id, url, endpoint, next_attempt_at FROM deliveries ORDER BY id") == before
+    with db.reading() as view:
+        assert compare_metadata(MigrationContext.configure(view), schema.metadata) == []
 
 
 def test_sqlite_is_durable_and_shared(world: World) -> None:
