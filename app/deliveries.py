@@ -119,16 +119,19 @@ _add = insert(deliveries).values(state=states.PENDING)
 
 
 def add(tx: Connection, job: Job, first_attempt_at: datetime, now: datetime) -> Delivery:
-    """(none) → pending, with its outbox row. The caller holds the transaction that finishes the job."""
+    """(none) → pending, with its outbox row unless it joins a queue. The caller holds the transaction that finishes the
+    job."""
     url = job.callback_url or ""
     delivery = Delivery(
         id=f"msg_{new_id(now)}", job_id=job.id, url=url, host=host_of(url), endpoint=circuits.endpoint_of(url),
         state=states.PENDING, attempts=0,
         next_attempt_at=first_attempt_at, leased_until=None, last_response=None, created_at=now, finished_at=None)
+    waits = first_attempt_at <= now and turns.has_queue(tx, delivery.endpoint, now)
     tx.execute(_add, {
         "id": delivery.id, "job_id": job.id, "url": url, "host": delivery.host, "endpoint": delivery.endpoint,
         "next_attempt_at": first_attempt_at, "created_at": now})
-    turns.stage(tx, delivery.id, first_attempt_at, now)
+    if not waits:
+        turns.stage(tx, delivery.id, first_attempt_at, now)
     return delivery
 
 

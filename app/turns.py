@@ -61,6 +61,7 @@ def room(tx: Connection, host: str, per_host: int, now: datetime) -> Room:
 
 
 _other = deliveries.alias("other")
+_host_is_busy = exists().where(_other.c.host == deliveries.c.host, _other.c.state == states.SENDING)
 _staged = exists().where(
     outbox_table.c.task == states.DELIVER_WEBHOOK, outbox_table.c.target_id == deliveries.c.id)
 _due = (deliveries.c.state == states.PENDING, deliveries.c.next_attempt_at <= bindparam("now"))
@@ -113,6 +114,19 @@ def is_first(view: Connection, delivery_id: str) -> bool:
     return view.execute(_is_first, {"delivery_id": delivery_id}).first() is not None
 
 
+_is_first_staged = select(_staged).where(
+    deliveries.c.endpoint == bindparam("endpoint"), *_due, _host_is_busy,
+).order_by(deliveries.c.next_attempt_at, deliveries.c.id).limit(1)
+
+
+def has_queue(tx: Connection, endpoint: str, now: datetime) -> bool:
+    """Whether deliveries of this endpoint wait without a message for the end of an attempt, so that one more may wait
+    behind them. Never said on PostgreSQL, where who ends the last attempt and who joins may not see each other."""
+    if tx.dialect.name != "sqlite":
+        return False
+    return tx.execute(_is_first_staged, {"endpoint": endpoint, "now": now}).scalar_one_or_none() is False
+
+
 _first = select(deliveries.c.id).where(
     deliveries.c.endpoint == bindparam("endpoint"), deliveries.c.state == states.PENDING,
     deliveries.c.next_attempt_at <= bindparam("before"),
@@ -124,10 +138,9 @@ def first_of_endpoint(view: Connection, endpoint: str, before: datetime) -> str 
     return view.execute(_first, {"endpoint": endpoint, "before": before}).scalar_one_or_none()
 
 
-_sending = deliveries.alias("sending")
 _overlooked = select(deliveries.c.id).where(
     deliveries.c.state == states.PENDING, deliveries.c.next_attempt_at < bindparam("before"), ~_staged, ~_earlier,
-    ~_paused, ~exists().where(_sending.c.host == deliveries.c.host, _sending.c.state == states.SENDING),
+    ~_paused, ~_host_is_busy,
 ).order_by(deliveries.c.next_attempt_at).limit(100)
 
 

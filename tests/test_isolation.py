@@ -143,6 +143,24 @@ def test_when_the_only_attempt_has_ended_well_as_many_go_on_as_may(api: FlaskCli
     assert told(world) == ids[1:5]
 
 
+@one_database
+def test_who_comes_when_others_wait_costs_no_message(api: FlaskClient, world: World) -> None:
+    ids = [finish(api, SICK) for _ in range(4)]
+    with under_way(*ids[:2]):
+        assert [attempt(waiting) for waiting in ids[2:]] == [None, None]
+        relay()
+        late = [finish(api, SICK), finish(api, SICK)]
+        fine = finish(api, OTHER)
+        assert told(world) == [fine]
+        attempt(fine)
+    world.sql("UPDATE deliveries SET state = 'pending', next_attempt_at = created_at, leased_until = NULL "
+              "WHERE state = 'sending'")
+    done = [target for target in ids[:2] if attempt(target)]
+    while due := told(world):
+        done += [target for target in due if attempt(target)]
+    assert sorted(done) == sorted([*ids, *late])
+
+
 def test_when_it_has_failed_one_goes_on(api: FlaskClient, world: World) -> None:
     note(SICK, False)
     ids = [finish(api, SICK) for _ in range(5)]
