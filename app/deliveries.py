@@ -174,7 +174,10 @@ def claim(
 def restage(tx: Connection, delivery_id: str, not_before: datetime, now: datetime) -> None:
     """Makes the outbox agree with a delivery that is not claimed now: one that is pending has a row for when it is due,
     but not before then; any other has none."""
-    known = _held(tx, delivery_id)
+    _restage(tx, _held(tx, delivery_id), delivery_id, not_before, now)
+
+
+def _restage(tx: Connection, known: Delivery | None, delivery_id: str, not_before: datetime, now: datetime) -> None:
     if known is not None and known.next_attempt_at is not None:
         turns.stage(tx, delivery_id, max(known.next_attempt_at, not_before), now)
     else:
@@ -189,7 +192,7 @@ def put_off(tx: Connection, delivery_id: str, until: datetime, now: datetime) ->
     if due and not turns.is_first(tx, delivery_id):
         outbox.settle(tx, states.DELIVER_WEBHOOK, delivery_id)
     else:
-        restage(tx, delivery_id, until, now)
+        _restage(tx, known, delivery_id, until, now)
 
 
 def _held(tx: Connection, delivery_id: str) -> Delivery | None:
