@@ -40,6 +40,16 @@ def trace(input: Nap, job: Job) -> dict[str, int]:
 kind("once", Nap, max_attempts=1)(trace)
 
 
+@kind("held", Nap)
+def held(input: Nap, job: Job) -> dict[str, int]:
+    """As `trace`, but ends once TRACE_LOG.enough is there; so many seconds are only its limit."""
+    _append(os.environ["TRACE_LOG"], f"{job.id} {job.attempt}\n")
+    until = time.monotonic() + input.seconds
+    while time.monotonic() < until and not os.path.exists(os.environ["TRACE_LOG"] + ".enough"):
+        time.sleep(0.05)
+    return {"attempt": job.attempt}
+
+
 def _append(path: str, line: str) -> None:
     descriptor = os.open(path, os.O_CREAT | os.O_APPEND | os.O_WRONLY, 0o600)
     os.write(descriptor, line.encode())

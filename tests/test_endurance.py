@@ -104,12 +104,13 @@ def test_a_long_job_with_a_living_worker_is_never_started_twice(site: Site) -> N
     site.start("web", "courier", "beat")
     workers = [site.start_alone("worker")]
     site.wait_ready()
-    job_id = site.submit(kind="trace", seconds=12)
+    job_id = site.submit(kind="held", seconds=60)
     wait_running(site, job_id)
     began = time.monotonic()
     wait_until(lambda: time.monotonic() - began > 6, what="the visibility timeout is over")
     workers.append(site.start_alone("worker"))  # a consumer that starts has such messages handed out
-    wait_until(lambda: claimed_nothing(*workers) > 0, what="the message came again")
+    wait_until(lambda: claimed_nothing(*workers) > 0, 40, "the message came again")
+    Path(site.env["TRACE_LOG"] + ".enough").touch()
     assert site.poll(job_id)["result"] == {"attempt": 1}
     assert runs(site) == [f"{job_id} 1"]
 
