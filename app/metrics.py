@@ -7,7 +7,6 @@ one time. Nothing here ever fails its caller: where the files cannot be written,
 """
 from __future__ import annotations
 
-import contextlib
 import glob
 import logging
 import os
@@ -119,35 +118,52 @@ def answered(rule: str, method: str, status: int, seconds: float) -> None:
 # --- the files ---
 
 _instruments: dict[str, Any] = {}  # this process's, by name
+_children: dict[tuple[str, tuple[str, ...]], Any] = {}  # those that were used, by name and labels
 _lock = threading.Lock()  # of whoever makes them
 _held: int | None = None  # this process's place
 _off_until = 0.0
 
 
 def _count(what: Instrument, *labels: str, number: int = 1) -> None:
-    with _best_effort():
-        if (made := _made()) is not None:
-            _child(made[what.name], labels).inc(number)
+    with _best_effort:
+        if (child := _known_child(what, labels)) is not None:
+            child.inc(number)
 
 
 def _observe(what: Instrument, seconds: float, *labels: str) -> None:
-    with _best_effort():
-        if (made := _made()) is not None:
-            _child(made[what.name], labels).observe(max(0.0, seconds))
+    with _best_effort:
+        if (child := _known_child(what, labels)) is not None:
+            child.observe(max(0.0, seconds))
+
+
+def _known_child(what: Instrument, labels: tuple[str, ...]) -> Any:
+    """The instrument with these labels, which the library looks up anew each time; None while nothing is counted."""
+    child = _children.get((what.name, labels))
+    if child is None and (made := _made()) is not None:
+        child = _children[what.name, labels] = _child(made[what.name], labels)
+    return child
 
 
 def _child(metric: Any, labels: tuple[str, ...]) -> Any:
     return metric.labels(*labels) if labels else metric
 
 
-@contextlib.contextmanager
-def _best_effort() -> Iterator[None]:
-    global _off_until
-    try:
-        yield
-    except Exception as error:  # whatever it is: no request and no job fails for a figure
+class _BestEffort:
+    """Whatever goes wrong within: no request and no job fails for a figure."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> bool:
+        global _off_until
+        if not isinstance(error, Exception):
+            return False
         _off_until = time.monotonic() + _AGAIN_SECONDS
         log.warning("nothing is counted", extra={"error": f"{type(error).__name__}: {error}"})
+        return True
+
+
+_best_effort = _BestEffort()
 
 
 def _made() -> dict[str, Any] | None:
@@ -229,6 +245,7 @@ def forget() -> None:
 
         values.ValueClass.close_all_files()
     _instruments.clear()
+    _children.clear()
     if _held is not None:
         os.close(_held)
     _held, _off_until = None, 0.0
@@ -238,6 +255,7 @@ def _begin_child() -> None:
     """After a fork: the place is the parent's, and so is whatever a thread of it was about to do."""
     global _held, _lock
     _instruments.clear()
+    _children.clear()
     _lock = threading.Lock()
     if _held is not None:
         os.close(_held)
@@ -276,7 +294,7 @@ class _All:
 
 
 def _counted() -> Iterable[Any]:
-    with _best_effort():
+    with _best_effort:
         _made()
     files = glob.glob(f"{glob.escape(str(folder()))}/*.db")
     return _merged(files) or _merged([file for file in files if _readable([file])]) or []

@@ -7,13 +7,15 @@ import functools
 import json
 import logging
 import os
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import redis
 from redis.backoff import NoBackoff
+from redis.connection import AbstractConnection
 from redis.exceptions import ConnectionError as ConnectionAway
 from redis.exceptions import RedisError
 from redis.exceptions import TimeoutError as TimeoutAway
@@ -34,22 +36,30 @@ FINAL_TTL_SECONDS = 3600
 _ANSWER_SECONDS = 0.5  # how long a request may wait for Redis
 _PAUSE_SECONDS = 1.0  # after an error Redis is left alone for so long, so that a dead one costs one wait, not each
 
-# One step: an older version never covers a later one, and no hash is ever without its time to live. ARGV[3] is when SQL
-# had this state, in milliseconds, or empty when it does not age.
+# One step: an older version never covers a later one, and no hash is ever without its time to live. As many arguments
+# for each key: version, milliseconds to live, when SQL had this state (in milliseconds, or empty when it does not age),
+# and the fields. Answers 1 for each key that shows its version now.
 _WRITE = """
-local left = tonumber(ARGV[2])
-if ARGV[3] ~= '' then
-  local now = redis.call('TIME')
-  left = math.min(left, left + tonumber(ARGV[3]) - math.floor(now[1] * 1000 + now[2] / 1000))
-  if left <= 0 then return 0 end
+local time, each, shown = redis.call('TIME'), #ARGV / #KEYS, {}
+local now = math.floor(time[1] * 1000 + time[2] / 1000)
+for place, key in ipairs(KEYS) do
+  local before = (place - 1) * each
+  local left = tonumber(ARGV[before + 2])
+  if ARGV[before + 3] ~= '' then left = math.min(left, left + tonumber(ARGV[before + 3]) - now) end
+  local have = tonumber(redis.call('HGET', key, 'version') or '')
+  if left <= 0 or (have and have > tonumber(ARGV[before + 1])) then
+    shown[place] = 0
+  else
+    redis.call('DEL', key)
+    redis.call('HSET', key, 'version', ARGV[before + 1], unpack(ARGV, before + 4, before + each))
+    redis.call('PEXPIRE', key, left)
+    shown[place] = 1
+  end
 end
-local have = tonumber(redis.call('HGET', KEYS[1], 'version') or '')
-if have and have > tonumber(ARGV[1]) then return 0 end
-redis.call('DEL', KEYS[1])
-redis.call('HSET', KEYS[1], 'version', ARGV[1], unpack(ARGV, 4))
-redis.call('PEXPIRE', KEYS[1], left)
-return 1
+return shown
 """
+_WAKE = (("LPUSH", WAKE_KEY, 1), ("LTRIM", WAKE_KEY, 0, 0))  # one token says it all
+_READ = ("HMGET", "job_id", "owner", "kind", "status", "created_at", "started_at", "expires_at", "document")
 
 _away_until = 0.0
 # While Redis was away, SQL answered, perhaps with an end that Redis has not been told: what it shows as unfinished is
@@ -59,10 +69,16 @@ _distrusted_until = 0.0
 
 @dataclass(frozen=True)
 class View:
-    """A job as Redis holds it."""
+    """A job as its clients read it: `body` is the document, as JSON text. The moments are those of the document."""
 
+    job_id: str
     owner: str
-    document: dict[str, Any]
+    kind: str
+    status: str
+    created_at: str
+    started_at: str | None
+    expires_at: str | None
+    body: str
 
 
 def key(job_id: str) -> str:
@@ -79,6 +95,39 @@ def _client(pid: int) -> redis.Redis:
 def client() -> redis.Redis:
     """This process's client: bounded, impatient, asking once."""
     return _client(os.getpid())
+
+
+class _Line(threading.local):
+    """This thread's own connection: taking one from a pool costs as much as the question."""
+
+    of: redis.Redis | None = None
+    connection: AbstractConnection | None = None
+
+
+_line = _Line()
+
+
+def _ask(*commands: tuple[Any, ...]) -> list[Any]:
+    """The answers to these commands, in one round trip. They may be repeated: a kept connection may have been closed
+    since, which says nothing about the server."""
+    kept = _line.connection if _line.of is client() else None
+    if kept is not None:
+        try:
+            return _exchange(kept, commands)
+        except ConnectionAway:
+            pass
+    pool = client().connection_pool
+    _line.of, _line.connection = client(), pool.connection_class(**pool.connection_kwargs)
+    return _exchange(_line.connection, commands)
+
+
+def _exchange(connection: AbstractConnection, commands: tuple[tuple[Any, ...], ...]) -> list[Any]:
+    try:
+        connection.send_packed_command(connection.pack_commands(commands))
+        return [connection.read_response() for _ in commands]
+    except BaseException:
+        connection.disconnect()  # answers that nobody has read would be taken for the next ones
+        raise
 
 
 @contextlib.contextmanager
@@ -114,27 +163,44 @@ def document(job: Job, callback: Delivery | None) -> dict[str, Any]:
     return shown
 
 
-def write(job: Job, callback: Delivery | None = None, wake: bool = False) -> bool:
-    """Shows the job as it is after a commit, in one round trip; `wake` also wakes the relay. Returns whether Redis
-    shows this version now, or a later one.
-
-    For a job with a callback, `callback` is its delivery once there is one.
-    """
-    settled = job.final and (callback is None or callback.finished_at is not None)
-    if away() or (left := _milliseconds_to_live(job, settled)) <= 0:
-        return False
-    as_of = "" if settled else int(job.as_of.timestamp() * 1000)
+def view(job: Job, callback: Delivery | None) -> View:
+    """The job as its clients read it now."""
     shown = document(job, callback)
-    fields: list[str | int] = [
-        "job_id", job.id, "kind", job.kind, "status", job.status, "attempt", job.attempt, "owner", job.owner,
-        "document", json.dumps(shown, ensure_ascii=False, separators=(",", ":"))]
-    with best_effort("write", job_id=job.id), client().pipeline(transaction=False) as pipe:
-        pipe.eval(_WRITE, 1, key(job.id), job.version, left, as_of, *fields)
-        if wake:
-            _wake(pipe)
-        pipe.execute()
-        return True
-    return False
+    return View(job.id, job.owner, job.kind, job.status, shown["created_at"], shown.get("started_at"),
+                shown.get("expires_at"), json.dumps(shown, ensure_ascii=False))
+
+
+def write(job: Job, callback: Delivery | None = None, wake: bool = False) -> bool:
+    """As `write_all`, of one job."""
+    return write_all([(job, callback)], wake) == [True]
+
+
+def write_all(written: Sequence[tuple[Job, Delivery | None]], wake: bool = False) -> list[bool]:
+    """Shows jobs as they are after a commit, in one round trip; `wake` also wakes the relay. Returns of each whether
+    Redis shows this version now, or a later one.
+
+    For a job with a callback, the delivery is that of its callback once there is one.
+    """
+    if away() or not written:
+        return [False] * len(written)
+    keys, arguments = [], []
+    for job, callback in written:
+        keys.append(key(job.id))
+        arguments += _fields(job, callback)
+    with best_effort("write", job_id=written[0][0].id):
+        shown, *_ = _ask(("EVAL", _WRITE, len(keys), *keys, *arguments), *(_WAKE if wake else ()))
+        return [each == 1 for each in shown]
+    return [False] * len(written)
+
+
+def _fields(job: Job, callback: Delivery | None) -> list[str | int]:
+    settled = job.final and (callback is None or callback.finished_at is not None)
+    as_of = "" if settled else int(job.as_of.timestamp() * 1000)
+    shown = view(job, callback)
+    return [
+        job.version, _milliseconds_to_live(job, settled), as_of, "job_id", job.id, "kind", job.kind,
+        "status", job.status, "attempt", job.attempt, "owner", job.owner, "created_at", shown.created_at,
+        "started_at", shown.started_at or "", "expires_at", shown.expires_at or "", "document", shown.body]
 
 
 def _milliseconds_to_live(job: Job, settled: bool) -> int:
@@ -149,14 +215,18 @@ def read(job_id: str) -> View | None:
     if away():
         return None
     with best_effort("read", job_id=job_id):
-        owner, text = client().hmget(key(job_id), "owner", "document")
-        if owner is None or text is None:
+        ((found, owner, kind, state, created_at, started_at, expires_at, body),) = _ask(
+            (_READ[0], key(job_id), *_READ[1:]))
+        if found != job_id or not created_at or state not in states.JOB_STATUSES or not _is_of(body, job_id):
             return None
-        shown = json.loads(text)
-        if isinstance(shown, dict) and shown.get("job_id") == job_id and shown.get("status") in states.JOB_STATUSES:
-            stale = shown["status"] not in states.FINAL and time.monotonic() < _distrusted_until
-            return None if stale else View(str(owner), shown)
+        if state not in states.FINAL and time.monotonic() < _distrusted_until:
+            return None
+        return View(found, owner, kind, state, created_at, started_at or None, expires_at or None, body)
     return None
+
+
+def _is_of(body: str | None, job_id: str) -> bool:
+    return body is not None and body.startswith(f'{{"job_id": "{job_id}", ') and body.endswith("}")
 
 
 def forget(job_ids: list[str]) -> None:
@@ -172,14 +242,8 @@ def forget(job_ids: list[str]) -> None:
 def wake_relay() -> None:
     """Tells a waiting relay that the outbox has something due. Without Redis it finds out at its next tick."""
     if not away():
-        with best_effort("wake"), client().pipeline(transaction=False) as pipe:
-            _wake(pipe)
-            pipe.execute()
-
-
-def _wake(pipe: Any) -> None:
-    pipe.lpush(WAKE_KEY, 1)
-    pipe.ltrim(WAKE_KEY, 0, 0)  # one token says it all
+        with best_effort("wake"):
+            _ask(*_WAKE)
 
 
 @functools.lru_cache(maxsize=2)

@@ -4,13 +4,27 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from datetime import datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlencode
 
 from flask import Response, request
+from werkzeug.datastructures import Headers
 
 from app import clock, ids, jobs, outlook, states, status
 from app.submissions import Receipt
+
+if TYPE_CHECKING:
+    from _typeshed.wsgi import WSGIEnvironment
+
+
+class Answer(Response):
+    """An answer of ours, whose headers are as they are to be: werkzeug would copy and check each of them again."""
+
+    def get_wsgi_headers(self, environ: WSGIEnvironment) -> Headers:
+        if self.status_code not in (200, 202):
+            return super().get_wsgi_headers(environ)
+        self.headers["Content-Length"] = str(len(self.get_data()))
+        return self.headers
 
 
 def address(path: str) -> str:
@@ -20,7 +34,7 @@ def address(path: str) -> str:
 
 def of_json(document: Mapping[str, Any], code: int = 200) -> Response:
     """An answer with this document."""
-    return Response(json.dumps(document, ensure_ascii=False) + "\n", code, content_type="application/json")
+    return Answer(json.dumps(document, ensure_ascii=False) + "\n", code, content_type="application/json")
 
 
 def page(name: str, documents: list[dict[str, Any]], cursor: object | None) -> Response:
@@ -47,7 +61,7 @@ def accepted(receipt: Receipt, kind: str) -> Response:
         headers["Link"] = f'<{address(f"/notes/{receipt.note_id}")}>; rel="related"'
     if receipt.replayed:
         headers["Idempotent-Replayed"] = "true"
-    return Response(receipt.body, 202, headers, content_type="application/json")
+    return Answer(receipt.body, 202, headers, content_type="application/json")
 
 
 def _ask_after(receipt: Receipt, kind: str) -> str:
@@ -57,6 +71,6 @@ def _ask_after(receipt: Receipt, kind: str) -> str:
         outlook.accepted(kind, created_at)
         return seconds
     shown = status.read(receipt.job_id)
-    if shown is not None and shown.document["status"] in states.FINAL:
+    if shown is not None and shown.status in states.FINAL:
         return "1"
     return retry_after(kind, ids.moment_of(receipt.job_id), job_id=receipt.job_id)

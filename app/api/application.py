@@ -7,6 +7,7 @@ import re
 import threading
 import time
 import uuid
+from collections.abc import Callable
 from typing import Any
 
 from flask import Flask, Response, g, request
@@ -22,12 +23,19 @@ _PREFIX = re.compile(r"(/(?!\.{1,2}(?:/|$))[A-Za-z0-9._~-]+)*")
 log = logging.getLogger("uketsuke.api")
 
 
+class Application(Flask):
+    """Flask, told once that nothing here is a coroutine: it would find out anew for each function of each request."""
+
+    def ensure_sync(self, func: Callable[..., Any]) -> Callable[..., Any]:
+        return func
+
+
 def create_app() -> Flask:
     """A WSGI application with all routes; reads the settings and the kinds.
 
     Raises `errors.WrongSetting` or `errors.WrongKind` with one line.
     """
-    app = Flask("uketsuke", static_folder=None)
+    app = Application("uketsuke", static_folder=None)
     app.url_map.merge_slashes = False  # its redirect would be built from the Host header
     app.url_map.strict_slashes = False  # /jobs/ is /jobs, without a redirect that would lose a POST's body
     kinds.registry()
@@ -35,10 +43,7 @@ def create_app() -> Flask:
     if proxies := settings().trusted_proxies:
         app.wsgi_app = ProxyFix(  # type: ignore[method-assign]
             _without_odd_prefix(app.wsgi_app), x_for=proxies, x_proto=proxies, x_host=proxies, x_prefix=proxies)
-    app.before_request(_name_request)
-    app.before_request(door.refuse_ambiguous)
-    app.before_request(tokens.require)
-    app.before_request(rates.require)
+    app.before_request(_begin_request)
     app.extensions["uketsuke_places"] = threading.BoundedSemaphore(math.ceil(settings().web_threads * 3 / 4))
     app.extensions["uketsuke_waiters"] = threading.BoundedSemaphore(settings().web_waiters)
     app.after_request(_finish_response)
@@ -79,18 +84,23 @@ def _without_odd_prefix(application: Any) -> Any:
     return inner
 
 
-def _name_request() -> None:
-    g.request_id = str(uuid.uuid4())
-    g.began = time.perf_counter()
-    logs.concern(request_id=g.request_id)
+def _begin_request() -> None:
+    name = str(uuid.uuid4())
+    g.request_id, g.began = name, time.perf_counter()
+    logs.concern(request_id=name)
+    door.refuse_ambiguous()
+    tokens.require()
+    rates.require()
 
 
 def _finish_response(response: Response) -> Response:
-    response.headers["X-Request-Id"] = g.request_id
-    response.headers.setdefault("Cache-Control", "no-store")
-    response.headers["X-Content-Type-Options"] = "nosniff"
+    headers, rule = response.headers, request.url_rule
+    headers.add("X-Request-Id", g.request_id)
+    headers.add("X-Content-Type-Options", "nosniff")
+    if "Cache-Control" not in headers:
+        headers.add("Cache-Control", "no-store")
     metrics.answered(
-        str(request.url_rule or "none"), request.method, response.status_code, time.perf_counter() - g.began)
+        "none" if rule is None else rule.rule, request.method, response.status_code, time.perf_counter() - g.began)
     return response
 
 

@@ -34,10 +34,11 @@ _QUOTED_KEY = re.compile(r'"((?:[\x20\x21\x23-\x5b\x5d-\x7e]|\\["\\])*)"')  # RF
 def refuse_ambiguous() -> None:
     """Before each request: what two readers could understand in two ways is refused (RFC 9112 3.2, 6.1). Raises Problem
     `bad-request`."""
-    if request.headers.get("Transfer-Encoding", "chunked").strip().lower() != "chunked":
+    environ = request.environ
+    if environ.get("HTTP_TRANSFER_ENCODING", "chunked").strip().lower() != "chunked":
         raise Problem("bad-request", "Transfer-Encoding may be chunked, once, and nothing else", headers=_CLOSE)
-    host = request.environ.get("HTTP_HOST", "")
-    if not _HOST.fullmatch(host) or (not host and request.environ["SERVER_PROTOCOL"] == "HTTP/1.1"):
+    host = environ.get("HTTP_HOST", "")
+    if not _HOST.fullmatch(host) or (not host and environ["SERVER_PROTOCOL"] == "HTTP/1.1"):
         raise Problem("bad-request", "one Host header with a host in it is needed", headers=_CLOSE)
 
 

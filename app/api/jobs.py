@@ -70,14 +70,14 @@ def index() -> Response:
 @blueprint.get("/jobs/<job_id>")
 def poll(job_id: str) -> Response:
     """The job as it is, or as it is after its next change (Prefer: wait)."""
-    document = polling.find(job_id)
+    shown = polling.find(job_id)
     seconds = polling.preferred_wait()
     if seconds is None:
-        return polling.answer(document)
+        return polling.answer(shown)
     with polling.a_waiter() as granted:
         if granted:
-            document = polling.after_change(job_id, document, seconds)
-    answer = polling.answer(document)
+            shown = polling.after_change(job_id, shown, seconds)
+    answer = polling.answer(shown)
     if granted and not shutdown.wait(0):
         answer.headers["Preference-Applied"] = f"wait={seconds}"
     return answer

@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import hmac
-from typing import Any
 
 from flask import current_app, g, request
 from flask_httpauth import HTTPTokenAuth
@@ -47,18 +46,17 @@ def _endpoint() -> str:
     return request.endpoint or ""
 
 
-def require() -> Any:
+def require() -> None:
     """Before each request: finds the owner, or raises the problem `unauthorized`."""
     if not settings().api_tokens:
         g.owner = EVERYBODY
-        return None
+        return
     if is_open():
-        return None
+        return
     given = _auth.get_auth()  # not `login_required`, which lets every OPTIONS pass
     g.owner = _auth.authenticate(given, None) if given else None
     if not g.owner:
         _refuse()
-    return None
 
 
 def owner() -> str:
