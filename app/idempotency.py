@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
@@ -57,8 +58,10 @@ def replay(view: Connection, owner: str, key: str, fingerprint: str) -> Record |
     return record
 
 
-def keep(tx: Connection, owner: str, key: str, record: Record, now: datetime) -> None:
-    """Binds the key to this answer. Raises `sqlalchemy.exc.IntegrityError` when a concurrent submission was first."""
-    tx.execute(_keep, {
-        "owner": owner, "key": key, "fingerprint": record.fingerprint, "job_id": record.job_id,
-        "note_id": record.note_id, "body": record.body, "created_at": now})
+def keep(tx: Connection, kept: Sequence[tuple[str, str, Record]], now: datetime) -> None:
+    """Binds keys, each of an owner, to these answers. Raises `sqlalchemy.exc.IntegrityError` when a concurrent
+    submission of one was first."""
+    tx.execute(_keep, [
+        {"owner": owner, "key": key, "fingerprint": record.fingerprint, "job_id": record.job_id,
+         "note_id": record.note_id, "body": record.body, "created_at": now}
+        for owner, key, record in sorted(kept, key=lambda each: each[:2])])  # two that wait for each other never end

@@ -3,7 +3,7 @@ row as it is afterwards, or None when it did not win."""
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from datetime import datetime, timedelta
 from typing import Any
@@ -120,12 +120,15 @@ def last_started(view: Connection, queue: str) -> tuple[datetime, datetime | Non
 
 # --- moves ---
 
-_submit = insert(jobs).values(status=states.QUEUED)
+_new_columns = (
+    "id", "owner", "kind", "queue", "max_attempts", "time_limit_seconds", "input", "note_id", "callback_url",
+    "created_at")
+_submit = insert(jobs).values(status=states.QUEUED, **{name: bindparam(name) for name in _new_columns})
 
 
-def submit(tx: Connection, job: Mapping[str, Any]) -> None:
-    """(none) → queued. The values are those of a new row of `Job`."""
-    tx.execute(_submit, dict(job))
+def submit(tx: Connection, new: Sequence[Job]) -> None:
+    """(none) → queued."""
+    tx.execute(_submit, [{name: getattr(job, name) for name in _new_columns} for job in new])
 
 
 def _move(*guards: Any) -> Any:

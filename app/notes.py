@@ -1,6 +1,7 @@
 """Notes and their history."""
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
@@ -26,16 +27,18 @@ class Event:
     at: datetime
 
 
-_add = insert(notes).returning(notes.c.id)
+_add = insert(notes).returning(notes.c.id, sort_by_parameter_order=True)
 _find = select(notes.c.id, notes.c.owner, notes.c.text, notes.c.created_at).where(notes.c.id == bindparam("note_id"))
 _append = insert(history_events)
 _events = select(history_events.c.kind, history_events.c.job_id, history_events.c.at).where(
     history_events.c.note_id == bindparam("of_note")).order_by(history_events.c.id)
 
 
-def add(tx: Connection, owner: str, text: str, now: datetime) -> int:
-    """Keeps a note and returns its id. The caller submits its history job in the same transaction."""
-    return tx.execute(_add, {"owner": owner, "text": text, "created_at": now}).scalar_one()
+def add(tx: Connection, texts: Sequence[tuple[str, str]], now: datetime) -> list[int]:
+    """Keeps notes, each an owner's text, and returns their ids in this order. The caller submits their history jobs in
+    the same transaction."""
+    return list(tx.execute(
+        _add, [{"owner": owner, "text": text, "created_at": now} for owner, text in texts]).scalars())
 
 
 def find(view: Connection, note_id: int) -> Note | None:

@@ -2,7 +2,7 @@
 the relay alone publishes them; whoever claims the message settles the row."""
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from datetime import datetime
 from typing import Any
@@ -59,9 +59,17 @@ def stage(
 
     The caller holds the transaction that makes it necessary. Staging what is staged already makes it due anew.
     """
-    tx.execute(_stage[tx.dialect.name], {
-        "task": task, "target_id": target_id, "queue": queue, "time_limit_seconds": time_limit_seconds,
-        "available_at": available_at or now, "now": now})
+    stage_all(tx, task, [(target_id, queue, time_limit_seconds)], now, available_at)
+
+
+def stage_all(
+    tx: Connection, task: str, targets: Iterable[tuple[str, str, float | None]], now: datetime,
+    available_at: datetime | None = None,
+) -> None:
+    """As `stage`, of several targets, each with its queue and its time limit."""
+    tx.execute(_stage[tx.dialect.name], [
+        {"task": task, "target_id": target_id, "queue": queue, "time_limit_seconds": seconds,
+         "available_at": available_at or now, "now": now} for target_id, queue, seconds in targets])
 
 
 _due = (

@@ -118,15 +118,15 @@ def accepted(kind: str, created_at: datetime) -> None:
     known.at.append(max([created_at, *known.at[-1:]]))
 
 
-def refuse_beyond(tx: Connection, most: int) -> None:
-    """Raises `errors.BacklogFull` when there are so many unfinished jobs. Far below that the count may be a second old;
-    near it nobody else submits until the transaction ends, and each submission counts."""
+def refuse_beyond(tx: Connection, most: int, new: int) -> None:
+    """Raises `errors.BacklogFull` when there would be more unfinished jobs than that with so many new ones. Far below
+    that the count may be a second old; near it nobody else submits until the transaction ends, and each counts."""
     if _latest.backlog < most - _NEAR:
         return
     if tx.dialect.name == "postgresql":
         tx.execute(_hold_backlog)
     backlog = _count_unfinished(tx, most)
-    if backlog >= most:
+    if backlog + new > most:
         raise BacklogFull(f"{backlog} jobs are unfinished")
 
 

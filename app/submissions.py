@@ -1,9 +1,10 @@
-"""The one transaction behind a 202: note, job, outbox row and idempotency record together, or none of them."""
+"""The one transaction behind a 202: note, job, outbox row and idempotency record together, or none of them. Submissions
+that come at the same time share it."""
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
@@ -14,6 +15,7 @@ from sqlalchemy.exc import IntegrityError
 from app import db, idempotency, ids, jobs, metrics, notes, outbox, outlook, states, status
 from app.config import settings
 from app.errors import BacklogFull
+from app.group_commit import GroupCommit
 from app.jobs import Job
 from app.kinds import Kind
 
@@ -38,7 +40,21 @@ class Receipt:
     replayed: bool
 
 
-Write = Callable[[Connection], tuple[Job, int | None, dict[str, Any]]]
+@dataclass
+class _Submission:
+    """What is asked for; `job`, `note_id` and `body` once they are written. `note` is the text of a note."""
+
+    owner: str
+    kind: Kind
+    members: dict[str, Any]
+    callback_url: str | None
+    key: Key | None
+    now: datetime
+    note: str | None = None
+    root: str = ""
+    note_id: int | None = None
+    job: Job | None = None
+    body: str = ""
 
 
 def submit_job(
@@ -49,13 +65,7 @@ def submit_job(
     `members` has been validated as the kind's input. Raises `errors.KeyReused`, `errors.BacklogFull`, and
     `sqlalchemy.exc.DBAPIError` when nothing could be kept.
     """
-
-    def write(tx: Connection) -> tuple[Job, int | None, dict[str, Any]]:
-        job = _new_job(owner, kind, members, callback_url, None, now)
-        _put(tx, job)
-        return job, None, {"job_id": job.id, "status": job.status}
-
-    return _once(owner, key, write, now)
+    return _submit(_Submission(owner, kind, members, callback_url, key, now))
 
 
 def submit_note(
@@ -63,32 +73,7 @@ def submit_note(
 ) -> Receipt:
     """Keeps a note and accepts its history job, in one transaction. `root` is what stands before the service's paths.
     Raises as `submit_job` does."""
-
-    def write(tx: Connection) -> tuple[Job, int | None, dict[str, Any]]:
-        note_id = notes.add(tx, owner, text, now)
-        job = _new_job(owner, history, {"note_id": note_id}, callback_url, note_id, now)
-        _put(tx, job)
-        body = {"id": note_id, "text": text, "job_id": job.id, "status_url": root + jobs.path(job.id)}
-        return job, note_id, body
-
-    return _once(owner, key, write, now)
-
-
-def _new_job(
-    owner: str, kind: Kind, members: dict[str, Any], callback_url: str | None, note_id: int | None, now: datetime,
-) -> Job:
-    return Job(
-        id=ids.new_id(now), owner=owner, kind=kind.name, queue=kind.queue, status=states.QUEUED, version=0, attempt=0,
-        max_attempts=kind.max_attempts, time_limit_seconds=kind.time_limit,
-        input=json.dumps(members, ensure_ascii=False), result=None, error_code=None, error_message=None,
-        progress_done=None, progress_total=None, note_id=note_id, callback_url=callback_url, worker=None,
-        lease_until=None, cancel_requested_at=None, published_at=None, created_at=now, started_at=None,
-        finished_at=None, expires_at=None)
-
-
-def _put(tx: Connection, job: Job) -> None:
-    jobs.submit(tx, vars(job))
-    outbox.stage(tx, states.RUN_JOB, job.id, job.queue, job.created_at, time_limit_seconds=job.time_limit_seconds)
+    return _submit(_Submission(owner, history, {}, callback_url, key, now, text, root))
 
 
 def replay(owner: str, key: Key | None) -> Receipt | None:
@@ -104,28 +89,63 @@ def replay(owner: str, key: Key | None) -> Receipt | None:
     return Receipt(first.job_id, first.note_id, first.body, replayed=True)
 
 
-def _once(owner: str, key: Key | None, write: Write, now: datetime) -> Receipt:
+def _submit(new: _Submission) -> Receipt:
     outlook.latest()  # before the transaction, in which a look would take too long
     try:
-        job, receipt = _commit(owner, key, write, now)
+        _together.commit(new)
     except (BacklogFull, IntegrityError):
         # A concurrent submission of the key was first, and has committed; without one it is an error.
-        first = replay(owner, key)
+        first = replay(new.owner, new.key)
         if first is None:
             raise
         return first
-    metrics.submitted(job.kind)
-    log.info("accepted", extra={"job_id": job.id, "kind": job.kind, "replayed": False})
-    status.write(job, wake=True)
-    return receipt
+    assert new.job is not None
+    metrics.submitted(new.job.kind)
+    log.info("accepted", extra={"job_id": new.job.id, "kind": new.job.kind, "replayed": False})
+    return Receipt(new.job.id, new.note_id, new.body, replayed=False)
 
 
-def _commit(owner: str, key: Key | None, write: Write, now: datetime) -> tuple[Job, Receipt]:
-    with db.transaction() as tx:
-        outlook.refuse_beyond(tx, settings().max_backlog)
-        job, note_id, answer = write(tx)
-        body = json.dumps(answer, ensure_ascii=False) + "\n"
-        if key is not None:
-            record = idempotency.Record(key.fingerprint, job.id, note_id, body)
-            idempotency.keep(tx, owner, key.text, record, now)
-    return job, Receipt(job.id, note_id, body, replayed=False)
+# --- the transaction, of all submissions that come at the same time ---
+
+
+def _write(tx: Connection, batch: Sequence[_Submission]) -> None:
+    now = batch[0].now
+    outlook.refuse_beyond(tx, settings().max_backlog, len(batch))
+    if noted := [new for new in batch if new.note is not None]:
+        for new, note_id in zip(noted, notes.add(tx, [(new.owner, new.note or "") for new in noted], now)):
+            new.note_id, new.members = note_id, {"note_id": note_id}
+    written = [_job_of(new) for new in batch]
+    jobs.submit(tx, written)
+    outbox.stage_all(tx, states.RUN_JOB, [(job.id, job.queue, job.time_limit_seconds) for job in written], now)
+    records = []
+    for new, job in zip(batch, written):
+        new.job, new.body = job, json.dumps(_answer(new, job), ensure_ascii=False) + "\n"
+        if new.key is not None:
+            records.append((new.owner, new.key.text, idempotency.Record(
+                new.key.fingerprint, job.id, new.note_id, new.body)))
+    if records:
+        idempotency.keep(tx, records, now)
+
+
+def _job_of(new: _Submission) -> Job:
+    kind = new.kind
+    return Job(
+        id=ids.new_id(new.now), owner=new.owner, kind=kind.name, queue=kind.queue, status=states.QUEUED, version=0,
+        attempt=0, max_attempts=kind.max_attempts, time_limit_seconds=kind.time_limit,
+        input=json.dumps(new.members, ensure_ascii=False), result=None, error_code=None, error_message=None,
+        progress_done=None, progress_total=None, note_id=new.note_id, callback_url=new.callback_url, worker=None,
+        lease_until=None, cancel_requested_at=None, published_at=None, created_at=new.now, started_at=None,
+        finished_at=None, expires_at=None)
+
+
+def _answer(new: _Submission, job: Job) -> dict[str, Any]:
+    if new.note is None:
+        return {"job_id": job.id, "status": job.status}
+    return {"id": new.note_id, "text": new.note, "job_id": job.id, "status_url": new.root + jobs.path(job.id)}
+
+
+def _show(committed: Sequence[_Submission]) -> None:
+    status.write_all([(new.job, None) for new in committed if new.job is not None], wake=True)
+
+
+_together = GroupCommit(_write, _show)
