@@ -12,7 +12,7 @@ help:
 	@echo "make run      set up and start everything (ONLY=\"web courier ...\" for some lines)"
 	@echo "make test     set up and run every test"
 	@echo "make chaos    a storm of faults on real processes (SEED=, DATABASE=, ROUNDS=, SCALE=, FAULTS=)"
-	@echo "make bench    whether callbacks to a receiver that answers are as fast beside ones that hang"
+	@echo "make bench    side by side with what people would use instead, into docs/performance.md (ONLY=\"submit poll ...\")"
 	@echo "make doctor   whether everything holds that must always hold (FIX=1 repairs what is safe)"
 	@echo "make verify   the whole story with real processes, recorded in docs/verification.md"
 	@echo "make setup    set up only: $(VENV) from the lock file, the tables"
@@ -29,6 +29,10 @@ $(VENV)/.runs: requirements.lock
 
 $(VENV)/.tests: requirements-dev.lock $(VENV)/.runs
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --requirement requirements-dev.lock
+	@touch $@
+
+$(VENV)/.bench: requirements-bench.lock $(VENV)/.tests
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --requirement requirements-bench.lock
 	@touch $@
 
 setup: $(VENV)/.runs
@@ -64,8 +68,8 @@ test-rest:
 chaos: $(VENV)/.tests
 	@exec $(BIN)/python -m tests.storm
 
-bench: $(VENV)/.tests
-	@exec $(BIN)/python -m bench.isolation
+bench: $(VENV)/.bench
+	@exec $(BIN)/python -m bench $(ONLY)
 
 doctor: $(VENV)/.runs
 	@exec $(BIN)/python -m app.doctor $(if $(FIX),--fix)
@@ -83,6 +87,7 @@ COMPILE = $(BIN)/pip-compile --quiet --upgrade --strip-extras --no-header --no-a
 lock: $(VENV)/.tests
 	@$(call REQUIRES,"") | $(COMPILE) --output-file requirements.lock -
 	@$(call REQUIRES,s["options.extras_require"]["dev"]) | $(COMPILE) --constraint requirements.lock --output-file requirements-dev.lock -
+	@$(call REQUIRES,s["options.extras_require"]["bench"]) | $(COMPILE) --constraint requirements.lock --constraint requirements-dev.lock --output-file requirements-bench.lock -
 
 clean:
 	rm -rf $(VENV)

@@ -1,14 +1,16 @@
-"""Whether callbacks to an endpoint that answers are as fast beside ones that hang: `make bench`.
+"""Whether callbacks to an endpoint that answers are as fast beside ones that hang.
 
 Each run is a fresh installation of real processes. 200 callbacks go to an endpoint that answers; interleaved with
 their jobs are as many others, which call nobody back, a second endpoint that answers, one that hangs, or 20 hosts that
 hang. Told is how the 200 fare: from the end of a job to its callback, and from the first submission to the last
 callback. Runs alternate, and medians are told. The ratio is to the first; the second shows what as many other
-callbacks cost by themselves.
+callbacks cost by themselves. `make bench` measures one endpoint that hangs against one that answers;
+`python -m bench.isolation` prints a table of all sorts.
 """
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import statistics
 import tempfile
@@ -20,13 +22,34 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from bench import stores
+from bench.figures import Target
 from tests import receiver, servers
 from tests.processes import Site
 from tests.servers import wait_until
 
 CALLBACKS = 200
-ROUNDS = 3
+ROUNDS = REPEATS = 3
+_DATABASES = ("SQLite", "PostgreSQL")
+TARGETS = [Target("isolation", "all_of_them_seconds", f"{database}, the others hang", f"{database}, the others answer",
+                  at_most=1.5) for database in _DATABASES]
 _OTHERS = {"none": 0, "an endpoint that answers": 0, "an endpoint that hangs": 1, "20 hosts that hang": 20}  # hanging
+
+
+def contenders(stack: contextlib.ExitStack) -> dict[str, Callable[[], dict[str, float]]]:
+    """On each database: the other half of the callbacks go to an endpoint that answers, or to one that hangs."""
+    server = stack.enter_context(stores.postgres())
+    settings: dict[str, Callable[[], dict[str, str]]] = {
+        "SQLite": dict, "PostgreSQL": lambda: {"DATABASE_URL": server.url(server.new_database())}}
+    return {f"{database}, the others {do}": functools.partial(_figures, run, settings[database])
+            for database in _DATABASES
+            for do, run in (("answer", "an endpoint that answers"), ("hang", "an endpoint that hangs"))}
+
+
+def _figures(run: str, new_settings: Callable[[], dict[str, str]]) -> dict[str, float]:
+    each = measure(run, **new_settings())
+    return {"median_wait_ms": each.median * 1000, "slowest_ms": each.slowest * 1000,
+            "all_of_them_seconds": each.all_of_them}
 
 
 @dataclass(frozen=True)

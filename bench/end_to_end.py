@@ -1,0 +1,44 @@
+"""5,000 trivial jobs over 16 connections while two worker processes run: from the first POST until the last is final,
+as the store says. RQ, which forks for each job, gets 1,000."""
+from __future__ import annotations
+
+import contextlib
+import functools
+import time
+from collections.abc import Callable
+
+from bench import asking, fleet
+from bench.figures import Target
+from bench.fleet import CELERY, CELERY_ALWAYS, OURS, OURS_POSTGRESQL, PEERS, PROCRASTINATE, RQ
+from bench.installations import Installation
+
+REPEATS = 3
+ONCE = fleet.FOR_ORIENTATION
+TARGETS = [
+    Target("end to end", "jobs_per_second", ours, peer, at_least=ratio)
+    for ours in (OURS, OURS_POSTGRESQL) for peer, ratio in ((CELERY, 0.8), (CELERY_ALWAYS, 1.2), (PROCRASTINATE, 1.5))
+]
+_JOBS = 5000
+_JOBS_OF = {RQ: 1000}  # the same rate, in a fifth of the time
+_LOOK_SECONDS = 0.05  # how often the store is asked, once all are submitted
+
+
+def contenders(stack: contextlib.ExitStack) -> dict[str, Callable[[], dict[str, float]]]:
+    """Each has worked off a job before the first is measured."""
+    up = fleet.started(stack, (OURS, OURS_POSTGRESQL, *PEERS), workers=True)
+    for each in up.values():
+        asking.finished_job(each)
+    return {name: functools.partial(worked_off, each, "/jobs", _JOBS_OF.get(name, _JOBS)) for name, each in up.items()}
+
+
+def worked_off(installation: Installation, path: str, count: int) -> dict[str, float]:
+    """How fast so many submissions to this path are worked off."""
+    figures = asking.loaded(installation, "submit", path=path, count=count)
+    deadline = time.monotonic() + 120
+    while (left := installation.unfinished()) > 0:
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"{left} jobs are not final\n{installation.said()}")
+        time.sleep(_LOOK_SECONDS)
+    seconds = time.monotonic() - figures["began"]
+    assert not installation.failed(), installation.said()
+    return {"jobs_per_second": count / seconds}

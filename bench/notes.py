@@ -1,0 +1,25 @@
+"""5,000 notes over 16 connections, each with its history, while two worker processes run: from the first POST until
+the last history is written. The peer keeps its notes in SQLite (WAL) and hands the history to Celery, whose message is
+not durable."""
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable
+
+from bench import asking, end_to_end, fleet
+from bench.figures import Target
+from bench.fleet import CELERY, OURS, OURS_POSTGRESQL
+
+REPEATS = 3
+TARGETS = [Target("end to end, notes", "jobs_per_second", ours, CELERY, at_least=2.0)
+           for ours in (OURS, OURS_POSTGRESQL)]
+_NOTES = 5000
+
+
+def contenders(stack: contextlib.ExitStack) -> dict[str, Callable[[], dict[str, float]]]:
+    """Each has worked off a job before the first note."""
+    up = fleet.started(stack, (OURS, OURS_POSTGRESQL, CELERY), workers=True)
+    for each in up.values():
+        asking.finished_job(each)
+    return {name: functools.partial(end_to_end.worked_off, each, "/notes", _NOTES) for name, each in up.items()}
