@@ -83,9 +83,9 @@ def main(names: list[str]) -> None:
         began = time.monotonic()
         _progress(name)
         results["measures"][name] = outcome(name) | {"seconds": round(time.monotonic() - began, 1)}
+        RESULTS.write_text(json.dumps(results, indent=1) + "\n")  # what is measured is kept if a later one fails
+        report.write(results)
         _progress(f"  {time.monotonic() - began:.0f} s")
-    RESULTS.write_text(json.dumps(results, indent=1) + "\n")
-    report.write(results)
     print(report.targets(results))
     _progress(f"{time.monotonic() - whole:.0f} s; bench/results.json and docs/performance.md are written")
 

@@ -39,12 +39,11 @@ _HUEY_SQLITE = Peer(
 _DRAMATIQ = Peer(
     "bench.peers.flask_dramatiq", ("dramatiq", "bench.peers.flask_dramatiq"),
     finished=lambda store: store.results.dbsize(), waiting=lambda store: store.jobs.llen("dramatiq:default"))
-_DONE = "SELECT count(*) FROM procrastinate_jobs WHERE status = 'succeeded' AND task_name <> 'retry_stalled_jobs'"
-_TODO = "SELECT count(*) FROM procrastinate_jobs WHERE status = 'todo' AND task_name <> 'retry_stalled_jobs'"
+_COUNT = "SELECT count(*) FROM procrastinate_jobs WHERE task_name = 'primes' AND status = "
 _PROCRASTINATE = Peer(
     "bench.peers.flask_procrastinate", ("procrastinate", "--app", "bench.peers.flask_procrastinate.jobs", "worker"),
     processes=2, application="create_app", factory=True, tables=True,
-    finished=lambda store: store.one(_DONE), waiting=lambda store: store.one(_TODO))
+    finished=lambda store: store.one(f"{_COUNT}'succeeded'"), waiting=lambda store: store.one(f"{_COUNT}'todo'"))
 _BARE = Peer("bench.peers.bare", (), finished=lambda store: 0, waiting=lambda store: 0)
 
 

@@ -94,31 +94,39 @@ def _drive(
     selector: selectors.BaseSelector, opened: list[Connection], request: Iterator[bytes], expected: int,
     seconds: float | None, patience: float,
 ) -> tuple[list[tuple[float, float]], float, float, int]:
-    began = time.perf_counter()
+    """When each answer came and how long it took, of those that count; for how many seconds they count; when the first
+    request left; how many answers there were in all."""
+    first, began = time.monotonic(), time.perf_counter()
     counted = began if seconds is None else began + _WARM_UP_SECONDS
     until = float("inf") if seconds is None else counted + seconds
     took: list[tuple[float, float]] = []
     busy = _begin(opened, request)
-    first = time.monotonic()
     while busy:
-        if not (ready := selector.select(patience)):
-            raise RuntimeError(f"no answer within {patience:g} s")
-        for key, _ in ready:
-            connection = key.data
+        for connection in _ready(selector, patience):
             if (answer := connection.answer()) is None:
                 continue
             now = time.perf_counter()
-            if answer[0] != expected:
-                raise RuntimeError(f"{answer[0]} instead of {expected}: {answer[1][:400]!r}")
+            _check(answer, expected)
             took.append((now, now - connection.began))
             following = next(request, None) if now < until else None
             if following is None:
+                selector.unregister(connection.socket)  # the server may close it from now on
                 busy -= 1
             else:
                 connection.send(following)
-    answered = len(took)
     inside = [one for one in took if counted <= one[0] <= until]
-    return inside, (until - counted if seconds else took[-1][0] - counted), first, answered
+    return inside, seconds or took[-1][0] - counted, first, len(took)
+
+
+def _ready(selector: selectors.BaseSelector, patience: float) -> list[Connection]:
+    if not (ready := selector.select(patience)):
+        raise RuntimeError(f"no answer within {patience:g} s")
+    return [key.data for key, _ in ready]
+
+
+def _check(answer: tuple[int, bytes], expected: int) -> None:
+    if answer[0] != expected:
+        raise RuntimeError(f"{answer[0]} instead of {expected}: {answer[1][:400]!r}")
 
 
 def _begin(opened: list[Connection], request: Iterator[bytes]) -> int:
@@ -163,8 +171,7 @@ def _ask(connection: Connection, request: bytes, expected: int) -> bytes:
     connection.send(request)
     while (answer := connection.answer()) is None:
         pass
-    if answer[0] != expected:
-        raise RuntimeError(f"{answer[0]} instead of {expected}: {answer[1][:400]!r}")
+    _check(answer, expected)
     return answer[1]
 
 

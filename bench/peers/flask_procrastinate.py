@@ -1,6 +1,7 @@
 """Flask + Procrastinate. It keeps no results, so the task writes its own into a table beside it."""
 from __future__ import annotations
 
+import asyncio
 import functools
 import os
 from typing import Any
@@ -35,11 +36,12 @@ def nap(file: str, seconds: float) -> None:
     work.nap(file, seconds)
 
 
-@jobs.periodic(cron="* * * * *")
-@jobs.task(name="retry_stalled_jobs", queueing_lock="retry_stalled_jobs", pass_context=True)
-async def retry_stalled_jobs(context: JobContext, timestamp: int) -> None:
-    for job in await jobs.job_manager.get_stalled_jobs():
-        await jobs.job_manager.retry_job(job)
+@jobs.periodic(cron="*/10 * * * *")  # as often as its documentation suggests
+@jobs.task(name="rescue", queueing_lock="rescue")
+async def rescue(timestamp: int) -> None:
+    """The jobs of workers that died."""
+    stalled = await jobs.job_manager.get_stalled_jobs()
+    await asyncio.gather(*map(jobs.job_manager.retry_job, stalled))
 
 
 def create_app() -> Flask:

@@ -1,0 +1,104 @@
+"""What the benchmark says of its own runs: ratios, noise, answers that are not the expected ones, the page's tables."""
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from bench import figures, load, report
+from bench.figures import Target
+
+FASTER = Target("submit", "requests_per_second", "ours", "peer", at_least=1.0)
+
+
+@contextlib.contextmanager
+def answering(*parts: bytes, requests: int = 10**6) -> Iterator[int]:
+    """A server that gives so many answers on each connection, of these bytes, in so many pieces; its port."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        def serve(connection: socket.socket) -> None:
+            with connection, contextlib.suppress(ConnectionError):
+                for _ in range(requests):
+                    if not connection.recv(65536):
+                        break
+                    for part in parts:
+                        connection.sendall(part)
+
+        def accept() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    threads.append(threading.Thread(target=serve, args=(listener.accept()[0],)))
+                    threads[-1].start()
+
+        threads = [threading.Thread(target=accept)]
+        threads[0].start()
+        yield listener.getsockname()[1]
+        listener.shutdown(socket.SHUT_RDWR)
+        for thread in threads:
+            thread.join(10)
+
+
+def test_a_load_counts_the_answers_that_it_was_asked_for() -> None:
+    with answering(b"HTTP/1.1 202 Accepted\r\nContent-Le", b"ngth: 4\r\n\r\nab", b"cd") as port:
+        figures_of = load.apart("submit", "--port", port, "--count", 50, "--connections", 4)
+    assert figures_of["answered"] == 50
+    assert 0 < figures_of["p50_ms"] <= figures_of["p99_ms"] <= figures_of["max_ms"]
+    assert figures_of["requests_per_second"] > 0
+
+
+def test_a_connection_may_be_closed_once_its_last_answer_is_there() -> None:
+    with answering(b"HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\nabcd", requests=1) as port:
+        assert load.apart("poll", "--port", port, "--count", 3, "--connections", 3)["answered"] == 3
+
+
+def test_a_connection_that_is_closed_instead_of_an_answer_stops_the_load() -> None:
+    with answering(b"HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\nabcd", requests=1) as port:
+        with pytest.raises(RuntimeError, match="closed by the server|Connection reset"):
+            load.apart("poll", "--port", port, "--count", 6, "--connections", 3)
+
+
+def test_a_load_stops_at_an_answer_that_is_not_the_expected_one() -> None:
+    with answering(b"HTTP/1.1 503 Service Unavailable\r\ncontent-length: 4\r\n\r\nbusy") as port:
+        with pytest.raises(RuntimeError, match="503 instead of 202: b'busy'"):
+            load.apart("submit", "--port", port, "--count", 5)
+
+
+def test_a_load_stops_when_no_answer_comes() -> None:
+    with answering(b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nabcd") as port:
+        with pytest.raises(RuntimeError, match="no answer within 0.2 s"):
+            load.apart("poll", "--port", port, "--count", 5, "--patience", 0.2)
+
+
+def test_a_target_is_judged_by_the_ratio_of_medians() -> None:
+    runs = {"ours": {"requests_per_second": [90.0, 100.0, 95.0]}, "peer": {"requests_per_second": [100.0, 99.0, 101.0]}}
+    verdict = figures.judge(FASTER, runs)
+    assert verdict is not None
+    assert (verdict.value, verdict.reached, verdict.noise) == (0.95, False, False)
+
+
+def test_runs_that_disagree_by_more_than_a_fifth_are_noise() -> None:
+    runs = {"ours": {"requests_per_second": [100.0, 130.0, 105.0]}, "peer": {"requests_per_second": [100.0]}}
+    verdict = figures.judge(FASTER, runs)
+    assert verdict is not None
+    assert (verdict.reached, verdict.noise) == (True, True)
+    assert not figures.is_noise([100.0, 120.0, 100.0, 119.0, 118.0])
+
+
+def test_a_target_without_a_peer_is_judged_by_the_figure_itself() -> None:
+    verdict = figures.judge(Target("start", "seconds", "ours", at_most=3.0), {"ours": {"seconds": [3.1]}})
+    assert verdict is not None
+    assert (verdict.value, verdict.reached) == (3.1, False)
+
+
+def test_a_target_whose_peer_was_not_measured_has_no_verdict() -> None:
+    assert figures.judge(FASTER, {"ours": {"requests_per_second": [1.0]}}) is None
+
+
+@pytest.mark.parametrize("name", ["targets", "losses", "figures"])
+def test_the_page_has_a_place_for_each_table(name: str) -> None:
+    page = report.PAGE.read_text()
+    changed = report.between(page, name, "the table")
+    assert f"<!-- bench: {name} -->\nthe table\n<!-- /bench: {name} -->" in changed
+    assert report.between(changed, name, "the table") == changed
