@@ -32,9 +32,10 @@ def submit_nap() -> tuple[dict[str, Any], int]:
 @app.get("/jobs/<job_id>")
 def poll(job_id: str) -> dict[str, Any]:
     found = celery.AsyncResult(job_id)
-    if found.successful():
-        return {"job_id": job_id, "status": found.status, "result": found.result}
-    return {"job_id": job_id, "status": found.status}
+    status = found.status  # asks Redis, and remembers it once it is final
+    if status == "SUCCESS":
+        return {"job_id": job_id, "status": status, "result": found.result}
+    return {"job_id": job_id, "status": status}
 
 
 def database() -> contextlib.closing[sqlite3.Connection]:
