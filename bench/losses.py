@@ -42,7 +42,7 @@ def _kept(name: str, server: servers.Postgres) -> int:
         installation.accepted = installation.waiting()  # that is all that can still be worked off
         installation.start_web()
         installation.start_workers()
-        wait_until(lambda: installation.unfinished() <= 0, 60, f"{name} works them off\n{installation.said()}")
+        wait_until(lambda: installation.unfinished() <= 0, 240, f"{name} works them off\n{installation.said()}")
         return installation.accepted
 
 
