@@ -13,7 +13,7 @@ from app.clock import isoformat
 from app.config import settings
 from app.ids import new_id
 from app.jobs import Job, storable
-from app.schema import deliveries, delivery_attempts, endpoints
+from app.schema import deliveries, delivery_attempts, endpoints, guard
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ def add(tx: Connection, job: Job, first_attempt_at: datetime, now: datetime) -> 
 
 
 _hasten = update(deliveries).where(
-    deliveries.c.id == bindparam("delivery_id"), deliveries.c.state == states.PENDING,
+    deliveries.c.id == bindparam("delivery_id"), guard(deliveries.c.state, states.PENDING),
 ).values(next_attempt_at=bindparam("due")).returning(*_columns)
 
 
@@ -149,7 +149,7 @@ def hasten(tx: Connection, pending: Delivery, now: datetime) -> Delivery | None:
     return after
 
 
-_due = (deliveries.c.state == states.PENDING, deliveries.c.next_attempt_at <= bindparam("now"))
+_due = (guard(deliveries.c.state, states.PENDING), deliveries.c.next_attempt_at <= bindparam("now"))
 _claim = update(deliveries).where(deliveries.c.id == bindparam("delivery_id"), *_due).values(
     state=states.SENDING, attempts=deliveries.c.attempts + 1, next_attempt_at=None, leased_until=bindparam("until"),
 ).returning(*_columns)
@@ -205,7 +205,7 @@ def _held(tx: Connection, delivery_id: str) -> Delivery | None:
 
 _record = update(deliveries).where(
     deliveries.c.id == bindparam("delivery_id"), deliveries.c.attempts == bindparam("held"),
-    deliveries.c.state == states.SENDING,
+    guard(deliveries.c.state, states.SENDING),
 ).values(
     state=bindparam("becomes"), next_attempt_at=bindparam("due"), finished_at=bindparam("ended"), leased_until=None,
     last_response=func.coalesce(bindparam("code"), deliveries.c.last_response),
@@ -260,7 +260,7 @@ _overdue = select(*_columns).join(endpoints, endpoints.c.id == deliveries.c.endp
 ).order_by(deliveries.c.next_attempt_at).limit(100)
 _give_up = update(deliveries).where(
     deliveries.c.id == bindparam("delivery_id"), deliveries.c.attempts == bindparam("made"),
-    deliveries.c.state == states.PENDING,
+    guard(deliveries.c.state, states.PENDING),
 ).values(
     state=states.EXHAUSTED, attempts=deliveries.c.attempts + 1, next_attempt_at=None, finished_at=bindparam("now"),
 ).returning(*_columns)

@@ -12,7 +12,7 @@ from sqlalchemy import Connection, bindparam, func, insert, select, update
 
 from app import states
 from app.clock import isoformat, now as the_present
-from app.schema import Moment, jobs
+from app.schema import Moment, guard, jobs
 
 MAX_MESSAGE_LENGTH = 1000
 
@@ -135,7 +135,7 @@ def _move(*guards: Any) -> Any:
     return update(jobs).where(*guards).values(version=jobs.c.version + 1).returning(*_columns)
 
 
-_held = (jobs.c.id == bindparam("job_id"), jobs.c.attempt == bindparam("held"), jobs.c.status == states.RUNNING)
+_held = (jobs.c.id == bindparam("job_id"), jobs.c.attempt == bindparam("held"), guard(jobs.c.status, states.RUNNING))
 
 _hold = _find.with_for_update(key_share=True)
 _hold_if_free = _find.with_for_update(key_share=True, skip_locked=True)
@@ -148,7 +148,7 @@ def hold(tx: Connection, job_id: str, wait: bool = True) -> Job | None:
     return _job(tx.execute(_hold if wait else _hold_if_free, {"job_id": job_id}).first())
 
 
-_start = _move(jobs.c.id == bindparam("job_id"), jobs.c.status == states.QUEUED).values(
+_start = _move(jobs.c.id == bindparam("job_id"), guard(jobs.c.status, states.QUEUED)).values(
     status=states.RUNNING, attempt=jobs.c.attempt + 1, worker=bindparam("by"), started_at=bindparam("now"),
     lease_until=bindparam("until"), progress_done=None, progress_total=None,
     published_at=func.coalesce(jobs.c.published_at, bindparam("published", type_=Moment())))
@@ -228,8 +228,8 @@ def release(tx: Connection, held: Job) -> Job | None:
 
 _cancelled: dict[str, Any] = {"code": states.CANCELLED, "message": "cancelled on request"}
 _keep = _find.with_for_update(read=True, key_share=True)
-_cancel = _move(jobs.c.id == bindparam("job_id"), jobs.c.status == states.QUEUED).values(**_failed)
-_request_cancel = update(jobs).where(jobs.c.id == bindparam("job_id"), jobs.c.status == states.RUNNING).values(
+_cancel = _move(jobs.c.id == bindparam("job_id"), guard(jobs.c.status, states.QUEUED)).values(**_failed)
+_request_cancel = update(jobs).where(jobs.c.id == bindparam("job_id"), guard(jobs.c.status, states.RUNNING)).values(
     cancel_requested_at=func.coalesce(jobs.c.cancel_requested_at, bindparam("now", type_=Moment()))
 ).returning(*_columns)
 _end_cancelled = _move(*_held, jobs.c.cancel_requested_at.is_not(None)).values(**_failed)

@@ -12,7 +12,7 @@ from sqlalchemy.types import TypeDecorator
 
 from app import states
 
-REVISION = "0003"  # the migration that these tables are the outcome of
+REVISION = "0004"  # the migration that these tables are the outcome of
 
 metadata = MetaData(naming_convention={
     "ix": "ix_%(table_name)s_%(column_0_N_name)s",
@@ -41,8 +41,8 @@ class Moment(TypeDecorator[datetime]):
 
 
 class Word(TypeDecorator[str]):
-    """A word of a closed vocabulary. Where a column of them is compared, the word stands in the statement itself: a plan
-    that is made for all values of a parameter cannot use an index that holds the rows of one word."""
+    """A word of a closed vocabulary. Where a column of them is compared, the word stands in the statement itself: a
+    plan that is made for all values of a parameter cannot use an index that holds the rows of one word."""
 
     impl = String
     cache_ok = True
@@ -53,13 +53,20 @@ class Word(TypeDecorator[str]):
         def operate(self, op: Any, *other: Any, **more: Any) -> Any:
             return super().operate(op, *map(_written_out, other), **more)
 
-    comparator_factory = Comparator  # type: ignore[assignment]
+    comparator_factory = Comparator
 
 
 def _written_out(value: Any) -> Any:
     if isinstance(value, str) and value.isidentifier():
         return literal_column(f"'{value}'", Word())
     return [_written_out(each) for each in value] if isinstance(value, list | tuple) else value
+
+
+def guard(column: Column[str], word: str) -> Any:
+    """That a row which its key finds is in this state, said so that no index of the rows in that state finds it:
+    PostgreSQL would take the smallest, and of an index that rows come to and leave all the time most may be left-overs.
+    """
+    return column.concat(literal_column("''")) == word
 
 
 def _one_of(column: str, words: tuple[str, ...]) -> str:
@@ -171,6 +178,7 @@ outbox = Table(
     UniqueConstraint("task", "target_id"),
     _partial("ix_outbox_available_at", "available_at", "id", where="state = 'waiting'"),
     _partial("ix_outbox_leased_until", "leased_until", where="state = 'leased'"),
+    _partial("ix_outbox_parked", "id", where="state = 'parked'"),  # how many there are, beside a deep backlog
     _partial("ix_outbox_published_at", "queue", "published_at", where="state = 'published'"),
     sqlite_autoincrement=True,
 )
