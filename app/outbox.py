@@ -7,11 +7,11 @@ from dataclasses import dataclass, fields
 from datetime import datetime
 from typing import Any
 
-from sqlalchemy import Connection, and_, bindparam, delete, func, or_, select, update
+from sqlalchemy import Connection, bindparam, delete, func, select, union_all, update
 from sqlalchemy.dialects import postgresql, sqlite
 
 from app import states
-from app.schema import outbox
+from app.schema import guard, outbox
 
 MAX_FAILURES = 5  # refusals that are the row's own fault, then it is parked
 
@@ -72,26 +72,33 @@ def stage_all(
          "available_at": available_at or now, "now": now} for target_id, queue, seconds in targets])
 
 
-_due = (
-    select(outbox.c.id)
-    .where(or_(
-        and_(outbox.c.state == states.WAITING, outbox.c.available_at <= bindparam("now")),
-        and_(outbox.c.state == states.LEASED, outbox.c.leased_until <= bindparam("now"))))
+# Each state by its own index, in order: a backlog is never sorted. CTEs are evaluated once; as a plain subquery
+# PostgreSQL may run it again and take more than `most`.
+_waiting = (
+    select(outbox.c.id).where(outbox.c.state == states.WAITING, outbox.c.available_at <= bindparam("now"))
     .order_by(outbox.c.available_at, outbox.c.id).limit(bindparam("most")).with_for_update(skip_locked=True)
-    .cte("due"))  # evaluated once; as a plain subquery PostgreSQL may run it again and take more than `most`
-_claim = (
-    update(outbox).where(outbox.c.id.in_(select(_due.c.id)))
-    .values(state=states.LEASED, lease=bindparam("by"), leased_until=bindparam("until")).returning(*_columns))
+    .cte("waiting"))
+_over = (
+    select(outbox.c.id).where(outbox.c.state == states.LEASED, outbox.c.leased_until <= bindparam("now"))
+    .order_by(outbox.c.leased_until).limit(bindparam("most")).with_for_update(skip_locked=True).cte("over"))
+_due = union_all(select(_over.c.id), select(_waiting.c.id)).limit(bindparam("most")).cte("due")
+_lease = update(outbox).values(
+    state=states.LEASED, lease=bindparam("by"), leased_until=bindparam("until")).returning(*_columns)
+_claim = {
+    "sqlite": _lease.where(outbox.c.id.in_(select(_due.c.id))),
+    # As an array: of a subquery's length PostgreSQL knows nothing, and may walk through the table to join it.
+    "postgresql": _lease.where(outbox.c.id == func.any(func.array(select(_due.c.id).scalar_subquery()))),
+}
 
 
 def claim(tx: Connection, lease: str, now: datetime, leased_until: datetime, most: int) -> list[Row]:
-    """waiting, or leased and over → leased: at most `most` due rows, the longest due first, under a lease of this
-    name. Two claims never hold the same row at one time."""
-    rows = tx.execute(_claim, {"by": lease, "now": now, "until": leased_until, "most": most})
+    """waiting, or leased and over → leased: at most `most` due rows, under a lease of this name: first those of relays
+    that died, then the longest due. Two claims never hold the same row at one time."""
+    rows = tx.execute(_claim[tx.dialect.name], {"by": lease, "now": now, "until": leased_until, "most": most})
     return sorted((Row(*row) for row in rows), key=lambda row: (row.available_at, row.id))
 
 
-_held = (outbox.c.state == states.LEASED, outbox.c.lease == bindparam("by"))
+_held = (guard(outbox.c.state, states.LEASED), outbox.c.lease == bindparam("by"))
 _free = {"lease": None, "leased_until": None}
 _mark = update(outbox).where(outbox.c.id.in_(bindparam("ids", expanding=True)), *_held).values(
     state=states.PUBLISHED, published_at=bindparam("now"), **_free)
@@ -144,7 +151,7 @@ def late_seconds(view: Connection, task: str, target_id: str, due: datetime, now
 
 
 _of_target = (outbox.c.task.in_(states.OUTBOX_TASKS), outbox.c.target_id == bindparam("of_target"))  # as its index is
-_unpark = update(outbox).where(*_of_target, outbox.c.state == states.PARKED).values(
+_unpark = update(outbox).where(*_of_target, guard(outbox.c.state, states.PARKED)).values(
     state=states.WAITING, available_at=bindparam("due"), failures=0, last_error=None)
 
 
@@ -157,7 +164,7 @@ _overdue = (
     select(*_columns).where(outbox.c.state == states.PUBLISHED, outbox.c.queue == bindparam("in_queue"),
                             outbox.c.published_at < bindparam("before"))
     .order_by(outbox.c.published_at).limit(bindparam("most")).with_for_update(skip_locked=True))
-_republish = update(outbox).where(outbox.c.id == bindparam("row_id"), outbox.c.state == states.PUBLISHED).values(
+_republish = update(outbox).where(outbox.c.id == bindparam("row_id"), guard(outbox.c.state, states.PUBLISHED)).values(
     state=states.WAITING, available_at=bindparam("due"), published_at=None)
 
 
@@ -171,7 +178,11 @@ def republish(tx: Connection, row: Row, now: datetime) -> bool:
     return tx.execute(_republish, {"row_id": row.id, "due": now}).rowcount == 1
 
 
-_queues = select(outbox.c.queue).where(outbox.c.state == states.PUBLISHED).distinct()
+_published = outbox.c.state == states.PUBLISHED
+_known = select(func.min(outbox.c.queue).label("queue")).where(_published).cte("known", recursive=True)
+_further = select(func.min(outbox.c.queue)).where(_published, outbox.c.queue > _known.c.queue).scalar_subquery()
+_known = _known.union_all(select(_further).where(_known.c.queue.is_not(None)))
+_queues = select(_known.c.queue).where(_known.c.queue.is_not(None))  # from one to the next; DISTINCT would walk through
 _oldest_waiting = select(func.min(outbox.c.available_at)).where(outbox.c.state == states.WAITING)
 _count_parked = select(func.count()).where(outbox.c.state == states.PARKED)
 
