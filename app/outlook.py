@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import bisect
 import logging
+import math
 import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import Any
 
 from sqlalchemy import Connection, bindparam, func, select, text
@@ -25,10 +26,12 @@ log = logging.getLogger("uketsuke.outlook")
 
 MAX_SECONDS = 60  # of an estimate: who waits longer asks again
 _FRESH_SECONDS = 1.0
+_SHARE = 0.03  # of a thread's time, at most: a look that takes longer is taken less often
 _PAUSE_SECONDS = 5.0  # after a database that did not answer
 _LATELY = 20  # jobs of a kind, whose run times count
 _PLACES = 2000  # of a queue that are looked at one by one; what lies behind is taken to be alike
-_NEAR = 5000  # jobs below MAX_BACKLOG: more than are submitted in a second
+_NEAR = 5000  # jobs: more than are submitted in a second
+_RECOUNT_SECONDS = 10.0  # a backlog that cannot be full any sooner is counted so seldom
 _HANDLING_SECONDS = 0.005  # what a job takes of its slot beside its run: message, claim, end
 
 
@@ -41,6 +44,7 @@ class Outlook:
     backlog: int = 0
     due_at: Mapping[str, datetime] = field(default_factory=dict)  # of jobs that wait for their next attempt
     looked_at: datetime = forecast.LONG_AGO
+    count_again_at: datetime = forecast.LONG_AGO  # the backlog is far below MAX_BACKLOG until then
 
     def seconds_left(
         self, kind: str, created_at: datetime, started_at: datetime | None, now: datetime, job_id: str = "",
@@ -81,19 +85,24 @@ class Accepted:
 _latest = Outlook()
 _accepted: defaultdict[str, Accepted] = defaultdict(Accepted)
 _look_again_at = 0.0
+_every_seconds = _FRESH_SECONDS
 _looking = threading.Lock()
 
 
 def latest() -> Outlook:
-    """The outlook, about a second old at most while the database answers; else what was known last. Never raises."""
-    global _latest, _look_again_at
+    """The outlook, about a second old at most while the database answers at once; else what was known last. Never
+    raises."""
+    global _latest, _look_again_at, _every_seconds
     if time.monotonic() >= _look_again_at and _looking.acquire(blocking=False):
         try:
             signs = _signs()
+            began = time.monotonic()
             with db.reading() as view:
-                _latest = look(view, clock.now(), signs)
+                _latest = look(view, clock.now(), signs, _latest)
             _accepted.clear()
-            _look_again_at = time.monotonic() + _FRESH_SECONDS
+            ended = time.monotonic()
+            _every_seconds = min(_PAUSE_SECONDS, max(_FRESH_SECONDS, (ended - began) / _SHARE))
+            _look_again_at = ended + _every_seconds
         except (SQLAlchemyError, OSError) as error:
             log.warning("no outlook", extra={"error": type(error).__name__})
             _look_again_at = time.monotonic() + _PAUSE_SECONDS
@@ -120,8 +129,8 @@ def accepted(kind: str, created_at: datetime) -> None:
 
 def refuse_beyond(tx: Connection, most: int, new: int) -> None:
     """Raises `errors.BacklogFull` when there would be more unfinished jobs than that with so many new ones. Far below
-    that the count may be a second old; near it nobody else submits until the transaction ends, and each counts."""
-    if _latest.backlog < most - _NEAR:
+    that the count may be some seconds old; near it nobody else submits until the transaction ends, and each counts."""
+    if _latest.backlog < most - _NEAR * _every_seconds:
         return
     if tx.dialect.name == "postgresql":
         tx.execute(_hold_backlog)
@@ -133,22 +142,28 @@ def refuse_beyond(tx: Connection, most: int, new: int) -> None:
 # --- looking ---
 
 _hold_backlog = text("SELECT pg_advisory_xact_lock(hashtextextended('backlog', 0))")
-_due_at = select(outbox.c.target_id, outbox.c.available_at).where(
-    outbox.c.state == states.WAITING, outbox.c.task == states.RUN_JOB, outbox.c.available_at > bindparam("now"),
-).order_by(outbox.c.available_at).limit(_PLACES)
+_next_due = select(outbox.c.target_id, outbox.c.available_at, outbox.c.task).where(
+    outbox.c.state == states.WAITING, outbox.c.available_at > bindparam("now"),
+).order_by(outbox.c.available_at).limit(_PLACES).subquery()
+_due_at = select(_next_due.c.target_id, _next_due.c.available_at).where(_next_due.c.task == states.RUN_JOB)
 
 _waiting = select(jobs.c.created_at, jobs.c.kind).where(
     jobs.c.queue == bindparam("in_queue"), jobs.c.status == states.QUEUED).order_by(jobs.c.created_at).limit(_PLACES)
-_length = select(func.count(), func.max(jobs.c.created_at)).where(
-    jobs.c.queue == bindparam("in_queue"), jobs.c.status == states.QUEUED)
+_first_of_queue = select(jobs.c.created_at).where(
+    jobs.c.queue == bindparam("in_queue"), jobs.c.status == states.QUEUED).order_by(
+    jobs.c.created_at).limit(bindparam("most")).subquery()
+_length = select(func.count(), func.max(_first_of_queue.c.created_at)).select_from(_first_of_queue)
 _running = select(jobs.c.queue, jobs.c.kind, jobs.c.started_at).where(jobs.c.status == states.RUNNING).limit(_PLACES)
 _runs = select(jobs.c.started_at, jobs.c.finished_at).where(
     jobs.c.kind == bindparam("of_kind"), jobs.c.finished_at.is_not(None), jobs.c.started_at.is_not(None)
 ).order_by(jobs.c.finished_at.desc()).limit(_LATELY)
 
 
-def look(view: Connection, now: datetime, signs: Iterable[Mapping[str, Any]]) -> Outlook:
-    """The outlook of this moment, when these workers are alive. Raises `sqlalchemy.exc.SQLAlchemyError`."""
+def look(
+    view: Connection, now: datetime, signs: Iterable[Mapping[str, Any]], before: Outlook = Outlook(),
+) -> Outlook:
+    """The outlook of this moment, when these workers are alive. `before`: the one before, whose count of the backlog
+    may still do. Raises `sqlalchemy.exc.SQLAlchemyError`."""
     run_seconds = {kind: mean for kind in kinds.registry() if (mean := _mean_run(view, kind))}
     running: dict[str, list[float]] = defaultdict(list)
     for queue, kind, started_at in view.execute(_running):
@@ -157,7 +172,17 @@ def look(view: Connection, now: datetime, signs: Iterable[Mapping[str, Any]]) ->
     for names, slots in forecast.pools({kind.queue for kind in kinds.registry().values()}, signs):
         queues |= _queues(view, names, slots, [left for name in names for left in running[name]], run_seconds)
     due_at = {row.target_id: row.available_at for row in view.execute(_due_at, {"now": now})}
-    return Outlook(queues, run_seconds, _count_unfinished(view, settings().max_backlog), due_at, now)
+    return Outlook(queues, run_seconds, looked_at=now, due_at=due_at, **_backlog(view, before, now))
+
+
+def _backlog(view: Connection, before: Outlook, now: datetime) -> dict[str, Any]:
+    """The count, and until when the backlog cannot have come near MAX_BACKLOG."""
+    if now < before.count_again_at:
+        return {"backlog": before.backlog, "count_again_at": before.count_again_at}
+    most = settings().max_backlog
+    backlog = _count_unfinished(view, most)
+    seconds = (most - backlog) / _NEAR - 2 * _PAUSE_SECONDS  # between two looks, and once more to be far below
+    return {"backlog": backlog, "count_again_at": now + timedelta(seconds=min(_RECOUNT_SECONDS, max(0.0, seconds)))}
 
 
 def _mean_run(view: Connection, kind: str) -> float | None:
@@ -178,8 +203,14 @@ def _queues(
         if len(since) < _PLACES:
             found[name] = Queue(max(1, slots), since, starts[name], len(since))
         else:
-            found[name] = Queue(max(1, slots), since, starts[name], *view.execute(_length, {"in_queue": name}).one())
+            asked = {"in_queue": name, "most": _places_that_count(starts[name])}
+            found[name] = Queue(max(1, slots), since, starts[name], *view.execute(_length, asked).one())
     return found
+
+
+def _places_that_count(starts: list[float]) -> int:
+    """How many of a queue's places may start within MAX_SECONDS, when those that are not known are like these."""
+    return math.ceil(_PLACES * max(1.0, MAX_SECONDS / max(0.001, starts[-1] - starts[0]))) + 1
 
 
 def _signs() -> list[dict[str, Any]]:
