@@ -34,7 +34,7 @@ SELECT {id}, 'everybody', CASE WHEN i % 10 = 0 THEN 'history' ELSE 'primes' END,
 
 _OUTBOX = """
 INSERT INTO outbox (task, target_id, queue, time_limit_seconds, state, available_at, published_at, created_at)
-SELECT 'run_job', id, queue, 300, 'published', created_at, created_at, created_at FROM jobs WHERE status = 'queued'
+SELECT 'run_job', id, queue, 300, 'published', created_at, {published}, created_at FROM jobs WHERE status = 'queued'
   ORDER BY id"""
 
 _DELIVERIES = """
@@ -71,7 +71,7 @@ _EVENTS = """
 INSERT INTO history_events (note_id, kind, job_id, at) SELECT id, 'created', 'gone', created_at FROM notes"""
 
 
-def fill(finished: int, waiting: int, others: int = 0, told: int = 10) -> None:
+def fill(finished: int, waiting: int, others: int = 0, told: int = 10, published_ago_seconds: float = 600) -> None:
     """Adds so many finished jobs of the last hours (one of `told` with a callback, which was delivered or
     is tried again tomorrow; each with a key) and so many that wait, with messages that were published; and so many
     notes with their events, and tombstones."""
@@ -82,7 +82,7 @@ def fill(finished: int, waiting: int, others: int = 0, told: int = 10) -> None:
             _execute(tx, statement)
     _make_jobs(now - timedelta(minutes=20), waiting, 10**9, now, final=False)
     with db.transaction() as tx:
-        _execute(tx, _OUTBOX)
+        _execute(tx, _OUTBOX, published=_at(tx, str(now.timestamp() - published_ago_seconds)))
         ended, expired = (_at(tx, f"{(now - timedelta(days=days)).timestamp()} + i") for days in (2, 1))
         for statement in (_TOMBSTONES, _NOTES, _EVENTS) if others else ():
             _execute(tx, statement, many=others, finished=ended, expires=expired)
