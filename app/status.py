@@ -32,6 +32,9 @@ WAKE_KEY = "outbox:wake"
 # How long a state that will change is shown, from when SQL had it: a stale one heals when that ends, and a write that
 # comes later than that (its process or Redis stood still) shows nothing. Heartbeats renew it.
 UNFINISHED_TTL_SECONDS = 10
+# A settled state is shown by whoever ended the job for a little longer than anything older may still be written; who
+# asks later has it from SQL, and only then, since it was asked for, is it shown for long.
+ENDED_TTL_SECONDS = UNFINISHED_TTL_SECONDS + 5
 FINAL_TTL_SECONDS = 3600
 _ANSWER_SECONDS = 0.5  # how long a request may wait for Redis
 _PAUSE_SECONDS = 1.0  # after an error Redis is left alone for so long, so that a dead one costs one wait, not each
@@ -170,14 +173,16 @@ def view(job: Job, callback: Delivery | None) -> View:
                 shown.get("expires_at"), json.dumps(shown, ensure_ascii=False))
 
 
-def write(job: Job, callback: Delivery | None = None, wake: bool = False) -> bool:
+def write(job: Job, callback: Delivery | None = None, wake: bool = False, asked_for: bool = False) -> bool:
     """As `write_all`, of one job."""
-    return write_all([(job, callback)], wake) == [True]
+    return write_all([(job, callback)], wake, asked_for) == [True]
 
 
-def write_all(written: Sequence[tuple[Job, Delivery | None]], wake: bool = False) -> list[bool]:
-    """Shows jobs as they are after a commit, in one round trip; `wake` also wakes the relay. Returns of each whether
-    Redis shows this version now, or a later one.
+def write_all(
+    written: Sequence[tuple[Job, Delivery | None]], wake: bool = False, asked_for: bool = False,
+) -> list[bool]:
+    """Shows jobs as they are after a commit, in one round trip; `wake` also wakes the relay; what is `asked_for` is
+    shown for longer. Returns of each whether Redis shows this version now, or a later one.
 
     For a job with a callback, the delivery is that of its callback once there is one.
     """
@@ -186,25 +191,26 @@ def write_all(written: Sequence[tuple[Job, Delivery | None]], wake: bool = False
     keys, arguments = [], []
     for job, callback in written:
         keys.append(key(job.id))
-        arguments += _fields(job, callback)
+        arguments += _fields(job, callback, asked_for)
     with best_effort("write", job_id=written[0][0].id):
         shown, *_ = _ask(("EVAL", _WRITE, len(keys), *keys, *arguments), *(_WAKE if wake else ()))
         return [each == 1 for each in shown]
     return [False] * len(written)
 
 
-def _fields(job: Job, callback: Delivery | None) -> list[str | int]:
+def _fields(job: Job, callback: Delivery | None, asked_for: bool) -> list[str | int]:
     settled = job.final and (callback is None or callback.finished_at is not None)
     as_of = "" if settled else int(job.as_of.timestamp() * 1000)
     shown = view(job, callback)
     return [
-        job.version, _milliseconds_to_live(job, settled), as_of, "job_id", job.id, "kind", job.kind,
+        job.version, _milliseconds_to_live(job, settled, asked_for), as_of, "job_id", job.id, "kind", job.kind,
         "status", job.status, "attempt", job.attempt, "owner", job.owner, "created_at", shown.created_at,
         "started_at", shown.started_at or "", "expires_at", shown.expires_at or "", "document", shown.body]
 
 
-def _milliseconds_to_live(job: Job, settled: bool) -> int:
-    seconds = float(FINAL_TTL_SECONDS if settled else UNFINISHED_TTL_SECONDS)
+def _milliseconds_to_live(job: Job, settled: bool, asked_for: bool) -> int:
+    longest = FINAL_TTL_SECONDS if asked_for else ENDED_TTL_SECONDS
+    seconds = float(longest if settled else UNFINISHED_TTL_SECONDS)
     if job.expires_at is not None:
         seconds = min(seconds, (job.expires_at - the_present()).total_seconds())
     return int(seconds * 1000)

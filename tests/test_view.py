@@ -285,3 +285,15 @@ def test_an_end_that_was_read_while_redis_was_away_is_not_taken_back(api: FlaskC
     status._away_until = 0.0
     assert world.redis.hgetall(f"job:{job_id}") == shown and shown["status"] == "queued"
     assert api.get(f"/jobs/{job_id}").json["status"] == "succeeded"
+
+
+def test_what_is_over_is_kept_in_the_view_for_long_only_when_it_is_asked_for(api: FlaskClient, world: World) -> None:
+    job_id = submit(api, n=5)
+    run_job.run_once(job_id)
+    key = status.key(job_id)
+    assert LIVES < world.redis.pttl(key) <= status.ENDED_TTL_SECONDS * 1000
+    assert api.get(f"/jobs/{job_id}").json["status"] == "succeeded"
+    assert world.redis.pttl(key) <= status.ENDED_TTL_SECONDS * 1000  # it was there anyway
+    world.redis.delete(key)
+    assert api.get(f"/jobs/{job_id}").json["status"] == "succeeded"
+    assert status.ENDED_TTL_SECONDS * 1000 < world.redis.pttl(key) <= status.FINAL_TTL_SECONDS * 1000

@@ -39,7 +39,7 @@ def _from_sql(job_id: str) -> View:
     with db.reading() as view:
         job = ownership.owned(jobs.find(view, job_id), view, job_id, tokens.owner(), clock.now())
         delivery = None if job.callback_url is None else deliveries.latest_of_job(view, job_id)
-    status.write(job, delivery)
+    status.write(job, delivery, asked_for=True)
     return status.view(job, delivery)
 
 
