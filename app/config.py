@@ -1,4 +1,6 @@
-"""Every setting, read once from the environment and `.env`. Units are in the names; reasons stand beside defaults."""
+"""Every setting, read once from the environment and `.env`. Units are in the names; reasons stand beside defaults.
+
+Each process reads them first of all, the smallest too: libraries that judge a value are imported where it is given."""
 from __future__ import annotations
 
 import base64
@@ -11,12 +13,8 @@ from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import urlsplit
 
-from limits import parse_many
 from pydantic import BeforeValidator, Field, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
-from redis import ConnectionPool
-from sqlalchemy.engine import make_url
-from sqlalchemy.exc import ArgumentError
 
 from app.errors import WrongSetting
 
@@ -97,6 +95,9 @@ class Settings(BaseSettings):
     @field_validator("database_url")
     @classmethod
     def _database(cls, value: str) -> str:
+        from sqlalchemy.engine import make_url
+        from sqlalchemy.exc import ArgumentError
+
         if not value.startswith(("sqlite:///", "postgresql+psycopg://")):
             raise ValueError("sqlite:///<file> or postgresql+psycopg://...")
         try:
@@ -141,8 +142,12 @@ class Settings(BaseSettings):
     @field_validator("rate_limit")
     @classmethod
     def _rate(cls, value: str | None) -> str | None:
+        if value is None:
+            return None
+        from limits import parse_many
+
         try:
-            limits = parse_many(value or "1/second")
+            limits = parse_many(value)
             fits = all(0 < limit.amount < 2**31 and limit.get_expiry() < 2**31 for limit in limits)
         except ValueError:
             fits = False
@@ -195,6 +200,8 @@ def _url_of(value: str | None, schemes: tuple[str, ...], allowed: str) -> str | 
     """The URL, when its scheme is one of these, and its port and (for Redis) its database are numbers."""
     if value is None:
         return None
+    from redis import ConnectionPool
+
     try:
         parts = urlsplit(value)
         well = parts.scheme in schemes and bool(parts.hostname) and (parts.port or 1) > 0

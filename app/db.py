@@ -100,18 +100,27 @@ def is_away(error: Exception) -> bool:
     return isinstance(error, OperationalError | PoolTimeout) or state == _READ_ONLY or state[:2] in _AWAY_CLASSES
 
 
+def version() -> str | None:
+    """The migration that the tables are the outcome of; None when there are none. Raises as any statement does."""
+    try:
+        with reading() as view:
+            found: str | None = view.exec_driver_sql("SELECT version_num FROM alembic_version").scalar_one_or_none()
+            return found
+    except DBAPIError as error:
+        if "alembic_version" not in str(error):
+            raise
+        return None
+
+
 def check_tables() -> None:
     """Raises WrongSetting when the tables are not those of this version, or the file cannot be used. A server that is
     away proves nothing: the process starts, and waits for it."""
     try:
-        with reading() as view:
-            found = view.exec_driver_sql("SELECT version_num FROM alembic_version").scalar_one_or_none()
+        found = version()
     except (DBAPIError, OSError) as error:
-        if "alembic_version" not in str(error):
-            if isinstance(error, OSError) or settings().database_url.startswith("sqlite"):
-                raise WrongSetting(f"DATABASE_URL: {reason(error)}") from None
-            return
-        found = None
+        if isinstance(error, OSError) or settings().database_url.startswith("sqlite"):
+            raise WrongSetting(f"DATABASE_URL: {reason(error)}") from None
+        return
     finally:
         dispose()
     if found != schema.REVISION:

@@ -7,13 +7,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from alembic import command
-from alembic.config import Config
 from dotenv import load_dotenv
 from honcho.environ import parse_procfile
 from sqlalchemy.exc import DBAPIError
 
-from app import config, db, embedded, kinds, ports, signing
+from app import config, db, embedded, kinds, ports, schema, signing
 from app.config import Settings
 from app.errors import UketsukeError, WrongSetting
 from app.supervisor import CANNOT_START, Supervisor
@@ -23,13 +21,23 @@ _ROOT = Path(__file__).resolve().parent.parent
 
 
 def migrate() -> None:
-    """Brings the tables of DATABASE_URL to this version."""
-    alembic = Config()
-    alembic.set_main_option("script_location", str(_ROOT / "app" / "migrations"))
+    """Brings the tables of DATABASE_URL to this version. When they are, that takes no more than a look."""
     try:
-        command.upgrade(alembic, "head")
+        if db.version() != schema.REVISION:
+            _upgrade()
+        elif db.engine().dialect.name == "sqlite":
+            db.use_wal()  # a restored copy may have lost it
     except DBAPIError as error:
         raise WrongSetting(f"DATABASE_URL: {db.reason(error)}") from None
+
+
+def _upgrade() -> None:
+    from alembic import command
+    from alembic.config import Config
+
+    alembic = Config()
+    alembic.set_main_option("script_location", str(_ROOT / "app" / "migrations"))
+    command.upgrade(alembic, "head")
 
 
 def check_ports(settings: Settings, lines: Sequence[str]) -> None:

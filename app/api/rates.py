@@ -4,28 +4,34 @@ from __future__ import annotations
 import functools
 import math
 import time
+from typing import TYPE_CHECKING
 
 from flask import g, request
-from limits import RateLimitItem, parse_many
-from limits.storage import RedisStorage
-from limits.strategies import SlidingWindowCounterRateLimiter
 from redis import ConnectionPool
 
 from app import config, status
 from app.api.problems import Problem
 from app.api.tokens import is_open
 
+if TYPE_CHECKING:  # else only where there is a limit
+    from limits import RateLimitItem
+    from limits.strategies import SlidingWindowCounterRateLimiter
 
 _SCRAPE = "metrics.scrape"  # whoever watches must see also when an owner asks too much
 
 
 @functools.lru_cache(maxsize=2)
 def _limiter(connections: ConnectionPool) -> SlidingWindowCounterRateLimiter:
+    from limits.storage import RedisStorage
+    from limits.strategies import SlidingWindowCounterRateLimiter
+
     return SlidingWindowCounterRateLimiter(RedisStorage(config.redis_url(), connections))
 
 
 @functools.lru_cache(maxsize=2)
 def _limits(text: str) -> list[RateLimitItem]:
+    from limits import parse_many
+
     return parse_many(text)
 
 
