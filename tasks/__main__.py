@@ -1,5 +1,5 @@
-"""The Procfile's Celery lines: `python -m tasks worker | courier | beat | flower`. Each becomes the Celery command that
-it prints, with the settings of the environment and `.env`."""
+"""The Procfile's Celery lines: `python -m tasks worker | courier | beat | flower`. Each becomes a Celery command, with
+the settings of the environment and `.env`."""
 from __future__ import annotations
 
 import os
@@ -67,7 +67,12 @@ def main() -> int:
     os.environ["UKETSUKE_ROLE"] = role
     if role == "flower":
         os.environ.pop("PROMETHEUS_MULTIPROC_DIR", None)  # its own metrics are not ours
-    os.execv(sys.executable, [sys.executable, "-m", "celery", "--app", "tasks.celery", "--quiet", *arguments])
+    from celery import __main__ as command
+
+    # Called, not executed: a new program would import it all once more. Celery may start itself anew with these words.
+    sys.argv = [command.__file__, "--app", "tasks.celery", "--quiet", *arguments]
+    command.main()
+    return 0
 
 
 if __name__ == "__main__":

@@ -240,14 +240,14 @@ def test_a_line_that_dies_is_started_again_and_one_that_is_stopped_is_not(tmp_pa
         site.wait_ready()
         job_id = site.submit(kind="nap", seconds=1)
         wait_until(lambda: site.get(f"/jobs/{job_id}").json()["status"] == "running")
-        for words in ("--queues q:jobs2", "valkey-server", "beat --pidfile", "relay,callbacks", "-m app.api"):
+        for words in ("tasks worker", "valkey-server", "tasks beat", "tasks courier", "-m app.api"):
             dying = stack.part(words)
             dying.kill()
             dying.wait(10)
         site.wait_answering()
         assert site.poll(job_id)["result"] == {"attempt": 2}
         site.wait_ready()
-        stopped = stack.part("--queues q:jobs2")
+        stopped = stack.part("tasks worker")
         stopped.terminate()
         wait_until(lambda: "stopped; the others run on" in stack.output())
         waiting = site.submit(n=10)
@@ -261,7 +261,7 @@ def test_a_stop_while_a_line_is_down_is_clean_too(tmp_path: Path) -> None:
     with Site(tmp_path) as site:
         stack = site.start("redis", "web", "courier", "beat")
         wait_until(lambda: site.answers("/health", 200))
-        stack.part("beat --pidfile").kill()
+        stack.part("tasks beat").kill()
         wait_until(lambda: "it is started again" in stack.output())
         assert stack.stop(seconds=12) == 0
         assert "redis stopped (rc=0)" in re.sub(" +", " ", stack.output())
