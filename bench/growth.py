@@ -39,6 +39,7 @@ def contenders(kept: contextlib.ExitStack) -> dict[str, Callable[[], dict[str, f
     """A database of each sort and filling, each with a run of all operations."""
     folder = Path(kept.enter_context(tempfile.TemporaryDirectory()))
     valkey = kept.enter_context(servers.valkey())
+    config.settings.cache_clear()
     os.environ |= {"ENV_FILE": "", "REDIS_URL": valkey.url, "MAX_BACKLOG": str(10 * WAITING + 100_000)}
     postgres = kept.enter_context(servers.postgres())
     # As an installation that keeps what it was given: this server of the tests does not.

@@ -113,5 +113,6 @@ def _execute(tx: Connection, statement: str, **words: str | int) -> None:
     numbers = spoken["numbers"].format(many=words.get("many", 0))
     made = statement.format(numbers=numbers, id=spoken["id"], **words)
     if tx.dialect.name == "postgresql":
+        tx.exec_driver_sql("SET LOCAL statement_timeout = 0")
         made = made.replace("%", "%%")  # its driver has a use of its own for them
     tx.exec_driver_sql(made)
