@@ -35,7 +35,7 @@ _NAMES = {"app.api": "web", "valkey": "redis", **{f"tasks {name}": name for name
 _CHILDREN = ("web", "worker")
 
 TARGETS = [
-    Target(f"memory of {name}", f"{name} MB", f"after {MANY} jobs", f"after {FEW} jobs", 1.1, False)
+    Target(f"memory of {name}", f"{name} MB", f"after {MANY} jobs", f"after {FEW} jobs", at_most=1.1)
     for name in (*_NAMES.values(), *(f"{name} child" for name in _CHILDREN))]
 
 
