@@ -17,14 +17,16 @@ from ssrfguard import Policy, SSRFGuardError
 from ssrfguard.requests import SafeAdapter, Session
 
 from app import addresses
+from app.config import settings
 from app.errors import EndpointRefused
-from tasks import answers, reasons
+from tasks import answers, deadlines, reasons
 
 CONNECT_SECONDS = 3.0  # to each address of a name
 _NET_SECONDS = 1.0  # below the deadline, which ends every wait sooner and says so
 MAX_ANSWER_BYTES = 64 * 1024
 _CHUNK_BYTES = 4096
 _POOLS = 32  # hosts whose connections are kept
+_ROUTES = 512  # URLs; a receiver has one or a few, or one for each callback, which are of no use again
 _USER_AGENT = "uketsuke/0.1 (+webhook)"
 
 
@@ -52,38 +54,44 @@ def post(url: str, body: bytes, headers: dict[str, str], timeout: float) -> Answ
 
     Raises EndpointRefused without having connected, and Unanswered.
     """
-    session = _session(os.getpid(), addresses.policy_for(url))
     with _deadline(timeout) as deadline:
         code = None
         try:
-            with session.post(
-                url, data=body, headers={**headers, "Content-Type": "application/json"}, stream=True,
-                allow_redirects=False, timeout=(min(CONNECT_SECONDS, deadline.share), timeout + _NET_SECONDS),
-            ) as response:
-                code = response.status_code
+            route = _route(os.getpid(), url, settings().callback_allow)
+            response = route.send(body, headers, (min(CONNECT_SECONDS, deadline.share), timeout + _NET_SECONDS))
+            try:
+                code = response.status
                 excerpt = _read(response)
                 deadline.check()
                 said = response.headers
                 return Answer(code, said.get("Retry-After"), excerpt, said.get("Content-Encoding"))
+            finally:
+                _leave(response)
         except SSRFGuardError as error:
             raise EndpointRefused(addresses.reason(error)) from None
-        except requests.exceptions.InvalidURL:
+        except (requests.exceptions.InvalidURL, urllib3.exceptions.LocationValueError):
             raise EndpointRefused("not a URL that can be called") from None
         except (requests.RequestException, urllib3.exceptions.HTTPError, OSError, ValueError) as error:
             late = f"no whole answer within {timeout:g} s"
             raise Unanswered(late if deadline.over else reasons.in_words(error, code is not None), code) from None
 
 
-def _read(response: requests.Response) -> bytes:
+def _read(response: urllib3.BaseHTTPResponse) -> bytes:
     """At most MAX_ANSWER_BYTES, as they came: a compressed body is not unpacked."""
     kept = bytearray()
     while len(kept) < MAX_ANSWER_BYTES:
         # Not `read`: a chunk that says its size is -1 would be read to its end, whatever was asked for.
-        chunk = response.raw.read1(min(_CHUNK_BYTES, MAX_ANSWER_BYTES - len(kept)), decode_content=False)
+        chunk = response.read1(min(_CHUNK_BYTES, MAX_ANSWER_BYTES - len(kept)), decode_content=False)
         if not chunk:
             break
         kept += chunk
     return bytes(kept[:MAX_ANSWER_BYTES])
+
+
+def _leave(response: urllib3.BaseHTTPResponse) -> None:
+    """A connection whose answer was read to its end is kept for the next attempt; any other is closed."""
+    response.close()
+    response.release_conn()
 
 
 # --- the deadline: `requests` bounds each wait, not their sum, and threads cannot be interrupted ---
@@ -132,14 +140,12 @@ _this_thread = threading.local()
 @contextlib.contextmanager
 def _deadline(seconds: float) -> Iterator[_Running]:
     running = _Running(seconds)
-    timer = threading.Timer(seconds, running.shut)
-    timer.daemon = True
-    timer.start()
+    deadlines.add(running, seconds)
     _this_thread.running = running
     try:
         yield running
     finally:
-        timer.cancel()
+        deadlines.remove(running)
         _this_thread.running = None
         running.close()
 
@@ -193,3 +199,45 @@ def _session(pid: int, policy: Policy) -> Session:
     session.headers["User-Agent"] = _USER_AGENT
     del session.headers["Accept-Encoding"]
     return session
+
+
+def forget() -> None:
+    """Nothing is kept any more for the next attempts."""
+    _route.cache_clear()
+    _session.cache_clear()
+
+
+# --- the way to a URL: what `requests` would work out anew for each attempt ---
+
+
+@dataclass(frozen=True)
+class _Route:
+    """How a URL that may be called is called."""
+
+    session: Session
+    adapter: SafeAdapter
+    prepared: requests.PreparedRequest
+    target: str
+
+    def send(
+        self, body: bytes, headers: dict[str, str], timeout: tuple[float, float],
+    ) -> urllib3.BaseHTTPResponse:
+        """As `requests` does it for a session. A connection is made, and its address checked, by the pool."""
+        pool: Any = self.adapter.get_connection_with_tls_context(self.prepared, self.session.verify)
+        self.adapter.cert_verify(pool, self.prepared.url, self.session.verify, None)
+        answer: urllib3.BaseHTTPResponse = pool.urlopen(
+            "POST", self.target, body, {**self.prepared.headers, **headers}, self.adapter.max_retries, redirect=False,
+            assert_same_host=False, timeout=urllib3.Timeout(connect=timeout[0], read=timeout[1]),
+            preload_content=False, decode_content=False)
+        return answer
+
+
+@functools.lru_cache(maxsize=_ROUTES)
+def _route(pid: int, url: str, allow: tuple[str, ...]) -> _Route:
+    """Raises EndpointRefused, and what `requests` raises for what is no URL."""
+    session = _session(pid, addresses.policy_for(url))
+    prepared = session.prepare_request(requests.Request("POST", url, {"Content-Type": "application/json"}))
+    del prepared.headers["Content-Length"]
+    adapter = session.get_adapter(prepared.url or "")
+    assert isinstance(adapter, SafeAdapter)
+    return _Route(session, adapter, prepared, adapter.request_url(prepared, {}))

@@ -94,14 +94,14 @@ def nobody_came(waiting: socket.socket) -> bool:
 @contextlib.contextmanager
 def trusted(file: Path) -> Iterator[None]:
     """Callbacks believe this certificate, for the block."""
-    egress._session.cache_clear()
+    egress.forget()
     session = egress._session(egress.os.getpid(), addresses.policy_for("https://127.0.0.1:1/"))
     session.verify = str(file)
     try:
         yield
     finally:
         session.close()
-        egress._session.cache_clear()
+        egress.forget()
 
 
 def name_server(monkeypatch: pytest.MonkeyPatch, **answers: list[Any]) -> list[str]:

@@ -143,7 +143,7 @@ def test_proxies_of_the_environment_are_ignored(
         if no_proxy is not None:
             monkeypatch.setenv("NO_PROXY", no_proxy)
             monkeypatch.setenv("no_proxy", no_proxy)
-        egress._session.cache_clear()
+        egress.forget()
         assert egress.post(receiver.url, b"{}", {}, 5.0).code == 204
         with pytest.raises(Unanswered):
             egress.post(receiver.url.replace("http:", "https:"), b"{}", {}, 5.0)
