@@ -15,7 +15,7 @@ from datetime import datetime, timedelta
 from kombu.exceptions import OperationalError as BrokerAway
 from redis.exceptions import RedisError
 
-from app import clock, db, metrics, outbox, presence, states, status
+from app import clock, db, joining, metrics, outbox, presence, states, status
 from app.config import settings
 from app.outbox import Row
 from tasks import celery
@@ -56,10 +56,11 @@ def drain(publish: Publish, now: Callable[[], datetime] = clock.now) -> int:
         lease = secrets.token_hex(8)
         began = now()
         with db.transaction() as tx:
-            rows = outbox.claim(tx, lease, began, began + timedelta(seconds=LEASE_SECONDS), BATCH)
+            due = outbox.claim(tx, lease, began, began + timedelta(seconds=LEASE_SECONDS), BATCH)
+            rows = joining.withdraw(tx, due, settings().callback_per_host, began)
         taken, away = _publish_all(publish, lease, rows, now)
         published += taken
-        if away or len(rows) < BATCH:
+        if away or len(due) < BATCH:
             return published
 
 
