@@ -220,10 +220,7 @@ def record(
     None, and nothing written, when the attempt is no longer this sender's.
     """
     turns.hold(tx, held.host)
-    ended = None if becomes in states.UNFINISHED_DELIVERIES else now
-    after = _delivery(tx.execute(_record, {
-        "delivery_id": held.id, "held": held.attempts, "becomes": becomes, "due": next_attempt_at, "ended": ended,
-        "code": tried.response_code}).first())
+    after = end(tx, held, tried, becomes, next_attempt_at, now)
     if after is None:
         return None
     append(tx, tried)
@@ -232,16 +229,26 @@ def record(
     return after
 
 
+def end(
+    tx: Connection, held: Delivery, tried: Attempt, becomes: str, next_attempt_at: datetime | None, now: datetime,
+) -> Delivery | None:
+    """As `record`, without the attempt's row and the next message. The caller holds the host."""
+    ended = None if becomes in states.UNFINISHED_DELIVERIES else now
+    return _delivery(tx.execute(_record, {
+        "delivery_id": held.id, "held": held.attempts, "becomes": becomes, "due": next_attempt_at, "ended": ended,
+        "code": tried.response_code}).first())
+
+
 _append = insert(delivery_attempts)
 
 
-def append(tx: Connection, tried: Attempt) -> None:
-    """The row of an attempt."""
-    tx.execute(_append, {
+def append(tx: Connection, *made: Attempt) -> None:
+    """The rows of attempts."""
+    tx.execute(_append, [{
         "delivery_id": tried.delivery_id, "attempt": tried.attempt, "at": tried.at,
         "response_code": tried.response_code,
         "error": None if tried.error is None else storable(excerpts.line(tried.error)),
-        "duration_seconds": tried.duration_seconds, "excerpt": tried.excerpt})
+        "duration_seconds": tried.duration_seconds, "excerpt": tried.excerpt} for tried in made])
 
 
 _stalled = select(*_columns).where(

@@ -89,6 +89,8 @@ def next_up(tx: Connection, host: str, per_host: int, now: datetime) -> list[str
     if tx.execute(_anyone, {"to_host": host, "now": now}).first() is None:
         return []
     free = room(tx, host, per_host, now)
+    if free.sending.total() >= per_host:
+        return []
     most = 1 if free.sending else per_host
     asked = {"to_host": host, "now": now, "busy": list(free.sending), "most": per_host}
     chosen: list[str] = []
@@ -158,10 +160,12 @@ def stage(tx: Connection, delivery_id: str, available_at: datetime, now: datetim
     outbox.stage(tx, states.DELIVER_WEBHOOK, delivery_id, QUEUE, now, available_at)
 
 
-def stage_next(tx: Connection, host: str, per_host: int, now: datetime) -> None:
-    """An attempt to this host has ended: stages who goes on."""
-    for delivery_id in next_up(tx, host, per_host, now):
+def stage_next(tx: Connection, host: str, per_host: int, now: datetime) -> bool:
+    """An attempt to this host has ended: stages who goes on; returns whether there is anybody."""
+    found = next_up(tx, host, per_host, now)
+    for delivery_id in found:
         stage(tx, delivery_id, now, now)
+    return bool(found)
 
 
 def stage_first(tx: Connection, endpoint: str, until: datetime, now: datetime) -> None:

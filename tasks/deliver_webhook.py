@@ -20,7 +20,8 @@ from app.config import settings
 from app.deliveries import Attempt, Delivery
 from app.errors import EndpointRefused
 from app.jobs import Job
-from tasks import celery, egress, signature, spreading, threads
+from app.slices import Claimed
+from tasks import celery, egress, going_on, signature, spreading, threads
 from tasks.egress import Answer, Unanswered
 
 log = logging.getLogger("uketsuke.deliver")
@@ -44,39 +45,68 @@ class Ending:
 
 @celery.task("tasks.deliver_webhook")
 def deliver_webhook(delivery_id: str) -> None:
-    """Makes the next attempt of this delivery, unless it is not due or somebody else makes it."""
-    run_once(delivery_id)
+    """Makes the next attempt of this delivery, unless it is not due or somebody else makes it; then, for a moment,
+    those of others that wait for the same endpoint."""
+    run(delivery_id)
+
+
+def run(delivery_id: str, post: Post = egress.post, now: Callable[[], datetime] = clock.now) -> list[Delivery]:
+    """As `run_once`; and as long as the endpoint answers well, and until its slice is over, it goes on with the
+    next, which is claimed as the last one is recorded. Returns the deliveries as it left them."""
+    return _run(delivery_id, post, now, time.monotonic() + going_on.SECONDS)
 
 
 def run_once(
     delivery_id: str, post: Post = egress.post, now: Callable[[], datetime] = clock.now,
 ) -> Delivery | None:
     """Prepares, acts, records; returns the delivery as it left it, None when there was nothing to claim."""
+    return next(iter(_run(delivery_id, post, now, until=0.0)), None)
+
+
+def _run(delivery_id: str, post: Post, now: Callable[[], datetime], until: float) -> list[Delivery]:
     known = _look(delivery_id, now())
     if known is None:
-        return None
+        return []
     with threads.one(known.expected) as granted:
         held = _claim(known, granted, now())
-        return None if held is None else _attempt(held, known.job, post, now)
+        return [] if held is None else _attempt_all(Claimed(held, known.job), post, now, until)
 
 
-def _attempt(held: Delivery, job: Job, post: Post, now: Callable[[], datetime]) -> Delivery | None:
-    tried, retry_after, refused = _act(held, job, post, now)
+def _attempt_all(first: Claimed, post: Post, now: Callable[[], datetime], until: float) -> list[Delivery]:
+    """The attempt that is claimed, and those that follow it until then (`time.monotonic`)."""
+    made: list[Delivery] = []
+    going: Claimed | None = first
+    while going is not None:
+        logs.concern(job_id=going.job.id, delivery_id=going.delivery.id)
+        after, going = _attempt(going, post, now, until, begins=not made)
+        made += [] if after is None else [after]
+    return made
+
+
+def _attempt(
+    claimed: Claimed, post: Post, now: Callable[[], datetime], until: float, begins: bool,
+) -> tuple[Delivery | None, Claimed | None]:
+    held = claimed.delivery
+    tried, retry_after, refused = _act(held, claimed.job, post, now)
     ending = decide(held, tried, retry_after, refused, random.random(), now())
-    after = _record(held, tried, ending, now)
+    after, following = _record(claimed, tried, ending, now, time.monotonic() < until, begins)
     log.info("delivery attempted", extra={
-        "job_id": job.id, "webhook_id": held.id, "attempt": held.attempts, "state": ending.becomes,
+        "job_id": claimed.job.id, "webhook_id": held.id, "attempt": held.attempts, "state": ending.becomes,
         "response_code": tried.response_code, "error": _without_details(tried.error), "recorded": after is not None})
-    return after
+    return after, following
 
 
-def _record(held: Delivery, tried: Attempt, ending: Ending, now: Callable[[], datetime]) -> Delivery | None:
-    """As `record`; a database that is away is asked again for as long as the lease could stand, so that an answer that
-    came is not forgotten."""
+def _record(
+    claimed: Claimed, tried: Attempt, ending: Ending, now: Callable[[], datetime], goes_on: bool, begins: bool,
+) -> tuple[Delivery | None, Claimed | None]:
+    """As `record`, and what is to be sent next if it goes on; a database that is away is asked again for as long as the
+    lease could stand, so that an answer that came is not forgotten."""
     give_up = time.monotonic() + _LEASE_MARGIN_SECONDS
     while True:
         try:
-            return record(held, tried, ending, now())
+            if goes_on and ending.becomes == states.DELIVERED:
+                return going_on.record(going_on.Ended(claimed, tried, begins, now(), _lease()))
+            return record(claimed.delivery, tried, ending, now()), None
         except (DBAPIError, PoolTimeout) as error:
             if not db.is_away(error) or time.monotonic() > give_up:
                 raise  # the lease runs out, and the rescue ends the attempt
@@ -121,20 +151,21 @@ def _claim(known: Known, granted: bool, now: datetime) -> Delivery | None:
     """Claims the attempt; or puts it off while its endpoint is paused, or this courier has no thread for it."""
     standing = None if known.circuit is None else known.circuit.standing
     put_off_until = circuits.paused(known.circuit, now) or (None if granted else _a_moment_later(now))
-    lease = timedelta(seconds=settings().callback_timeout_seconds + _LEASE_MARGIN_SECONDS)
     with db.transaction() as tx:
         if put_off_until is not None:
             deliveries.put_off(tx, known.delivery.id, put_off_until, now)
             return None
-        return deliveries.claim(tx, known.delivery, now, now + lease, settings().callback_per_host, standing)
+        return deliveries.claim(tx, known.delivery, now, now + _lease(), settings().callback_per_host, standing)
+
+
+def _lease() -> timedelta:
+    return timedelta(seconds=settings().callback_timeout_seconds + _LEASE_MARGIN_SECONDS)
 
 
 def _final_state_is_shown(job: Job, known: Delivery, now: datetime) -> bool:
     """Whether whoever is called back now will read the final state: the view shows it, or has had the time to forget
     the state before (the worker's own write may have been lost)."""
-    assert job.finished_at is not None
-    forgotten = now - job.finished_at > timedelta(seconds=status.UNFINISHED_TTL_SECONDS)
-    return status.write(job, known) or forgotten
+    return status.write(job, known) or going_on.has_been_forgotten(job, now)
 
 
 def _step_back(delivery_id: str, now: datetime) -> None:

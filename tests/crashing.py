@@ -24,7 +24,7 @@ from werkzeug.test import TestResponse
 from app import db, kinds
 from app.api import create_app
 from app.kinds import Kind
-from tasks import deliver_webhook, egress, relay_outbox, run_job
+from tasks import deliver_webhook, egress, going_on, relay_outbox, run_job
 
 KEY = "the client's"
 
@@ -73,6 +73,11 @@ ACTS: dict[str, Callable[[Flow, str, Reached], None]] = {
     "submit": _submit, "publish the job": _relay, "run": _run, "publish the callback": _relay, "deliver": _deliver}
 
 
+def _go_on(flow: Flow, target: str, reached: Reached) -> None:
+    going_on.SECONDS = 60.0
+    deliver_webhook.run(target, post=_between("POST", egress.post, reached))
+
+
 def _cancel(flow: Flow, target: str, reached: Reached) -> None:
     assert create_app().test_client().post(f"/jobs/{target}/cancel").status_code == 200
 
@@ -88,7 +93,7 @@ ASKED: dict[str, Callable[[Flow, str, Reached], None]] = {"cancel": _cancel, "re
 def perform(act: str, flow: Flow, target: str = "", reached: Reached = lambda seam: None) -> None:
     """Does one act in this process. `target` is what its message names, for those that a message leads to."""
     with _seams(flow.kind, reached):
-        {**ACTS, **ASKED}[act](flow, target, reached)
+        {**ACTS, **ASKED, "go on": _go_on}[act](flow, target, reached)
 
 
 # --- the seams ---

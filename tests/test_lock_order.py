@@ -111,7 +111,7 @@ def run(task: str, target: str) -> None:
     if task == "run_job":
         run_job.run_once(target)
     else:
-        deliver_webhook.run_once(
+        deliver_webhook.run(
             target, now=lambda: later(10_000), post=lambda *_: Answer(random.choice([204, 503, 410]), None, b""))
 
 
