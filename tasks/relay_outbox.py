@@ -57,7 +57,7 @@ def drain(publish: Publish, now: Callable[[], datetime] = clock.now) -> int:
         began = now()
         with db.transaction() as tx:
             due = outbox.claim(tx, lease, began, began + timedelta(seconds=LEASE_SECONDS), BATCH)
-            rows = joining.withdraw(tx, due, settings().callback_per_host, began)
+        rows = joining.withdraw(due, lease, settings().callback_per_host, began)
         taken, away = _publish_all(publish, lease, rows, now)
         published += taken
         if away or len(due) < BATCH:

@@ -21,6 +21,7 @@ from tests.receiver import Receiver
 from tests.running import Crash, finish, kind, later, relay
 from tests.servers import wait_until
 from tests.test_isolation import OTHER, SICK, allowed, answers, attempt, fail_for_long, note, told, under_way
+from tests.test_lock_order import meanwhile
 
 __all__ = ["allowed"]  # a fixture
 WELL = SICK
@@ -222,11 +223,15 @@ def test_who_may_have_to_wait_longer_keeps_its_message(api: FlaskClient, world: 
 
 
 @pytest.mark.parametrize("world", ["postgresql"], indirect=True)
-def test_while_somebody_else_holds_a_host_all_are_published(api: FlaskClient, world: World) -> None:
-    """Whoever ends an attempt at that moment may not see those that wait."""
+def test_who_withdraws_messages_waits_for_whoever_ends_an_attempt(api: FlaskClient, world: World) -> None:
+    """That one may not see those that wait, so it must not be counted on."""
     ids = [finish(api, SICK) for _ in range(6)]
-    with db.reading() as view, db.transaction() as tx:
-        turns.hold(view, deliveries.host_of(SICK))
+    with db.transaction() as tx:
         rows = outbox.claim(tx, "a lease", clock.now(), later(15), 100)
-        left = joining.withdraw(tx, rows, 4, clock.now())
-    assert {row.target_id for row in left if row.task == "deliver_webhook"} == set(ids)
+    with db.transaction() as tx:
+        turns.hold(tx, deliveries.host_of(SICK))
+        with meanwhile(world, lambda: joining.withdraw(rows, "a lease", 4, clock.now())) as outcome:
+            for delivery_id in ids:
+                outbox.settle(tx, "deliver_webhook", delivery_id)
+            tx.commit()
+    assert [row.target_id for row in outcome[0] if row.task == "deliver_webhook"] == ids[:2]
