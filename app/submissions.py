@@ -114,7 +114,7 @@ def _write(tx: Connection, batch: Sequence[_Submission]) -> None:
     if noted := [new for new in batch if new.note is not None]:
         for new, note_id in zip(noted, notes.add(tx, [(new.owner, new.note or "") for new in noted], now)):
             new.note_id, new.members = note_id, {"note_id": note_id}
-    written = [_job_of(new) for new in batch]
+    written = [new_job(new.owner, new.kind, new.members, new.callback_url, new.note_id, new.now) for new in batch]
     jobs.submit(tx, written)
     outbox.stage_all(tx, states.RUN_JOB, [(job.id, job.queue, job.time_limit_seconds) for job in written], now)
     records = []
@@ -127,14 +127,16 @@ def _write(tx: Connection, batch: Sequence[_Submission]) -> None:
         idempotency.keep(tx, records, now)
 
 
-def _job_of(new: _Submission) -> Job:
-    kind = new.kind
+def new_job(
+    owner: str, kind: Kind, members: dict[str, Any], callback_url: str | None, note_id: int | None, now: datetime,
+) -> Job:
+    """A job as it is when it has been submitted."""
     return Job(
-        id=ids.new_id(new.now), owner=new.owner, kind=kind.name, queue=kind.queue, status=states.QUEUED, version=0,
-        attempt=0, max_attempts=kind.max_attempts, time_limit_seconds=kind.time_limit,
-        input=json.dumps(new.members, ensure_ascii=False), result=None, error_code=None, error_message=None,
-        progress_done=None, progress_total=None, note_id=new.note_id, callback_url=new.callback_url, worker=None,
-        lease_until=None, cancel_requested_at=None, published_at=None, created_at=new.now, started_at=None,
+        id=ids.new_id(now), owner=owner, kind=kind.name, queue=kind.queue, status=states.QUEUED, version=0, attempt=0,
+        max_attempts=kind.max_attempts, time_limit_seconds=kind.time_limit,
+        input=json.dumps(members, ensure_ascii=False), result=None, error_code=None, error_message=None,
+        progress_done=None, progress_total=None, note_id=note_id, callback_url=callback_url, worker=None,
+        lease_until=None, cancel_requested_at=None, published_at=None, created_at=now, started_at=None,
         finished_at=None, expires_at=None)
 
 

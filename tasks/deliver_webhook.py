@@ -105,7 +105,9 @@ def _record(
     while True:
         try:
             if goes_on and ending.becomes == states.DELIVERED:
-                return going_on.record(going_on.Ended(claimed, tried, begins, now(), _lease()))
+                ended = going_on.Ended(claimed, tried, begins, now(), _lease())
+                going_on.record(ended)
+                return ended.after, ended.following
             return record(claimed.delivery, tried, ending, now()), None
         except (DBAPIError, PoolTimeout) as error:
             if not db.is_away(error) or time.monotonic() > give_up:
