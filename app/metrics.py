@@ -91,9 +91,9 @@ def ended(job: Job, ran_seconds: float | None = None) -> None:
         _count(ENDINGS, job.kind, job.status, job.error_code or "")
 
 
-def published(task: str) -> None:
-    """The broker took a message."""
-    _count(PUBLISHED, task)
+def published(task: str, number: int = 1) -> None:
+    """The broker took so many messages."""
+    _count(PUBLISHED, task, number=number)
 
 
 def rescued(what: str, number: int = 1) -> None:

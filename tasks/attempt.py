@@ -14,7 +14,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from app import clock, db, jobs, status
 from app.config import settings
 from app.jobs import Job
-from tasks import interrupting
+from tasks import heart, interrupting
 
 log = logging.getLogger("uketsuke.attempt")
 
@@ -26,6 +26,10 @@ _PROGRESS_SECONDS = 0.5  # how often progress reaches the view; SQL learns of it
 def heartbeat_seconds() -> float:
     """How often a running attempt extends its lease."""
     return min(settings().lease_seconds / 6, status.UNFINISHED_TTL_SECONDS / 2)
+
+
+def _beat_seconds() -> float:
+    return min(_LOOK_SECONDS, heartbeat_seconds())
 
 
 class Attempt:
@@ -43,11 +47,13 @@ class Attempt:
         self._cancelled = threading.Event()
         self._function_runs = True
         self._interrupt_at = self._kill_at = math.inf  # `time.monotonic`, once it is cancelled
-        self._ended = threading.Event()
+        self._ended = False
+        self._extended_at = 0.0  # `time.monotonic`
         self._progress: tuple[int, int] | None = None
         self._as_of = held.as_of  # when it was known last that the attempt is ours
         self._shown_at = 0.0
-        self._heart = threading.Thread(target=self._beat, name=f"lease-{held.id}", daemon=True)
+        self._shown: tuple[int, int] | None = None
+        self._heart: heart.Heart | None = None
 
     @property
     def id(self) -> str:
@@ -59,9 +65,14 @@ class Attempt:
 
     def progress(self, done: int, total: int) -> None:
         self._progress = (_countable(done), _countable(total))
+        if self._progress[0] >= self._progress[1]:
+            return  # what is complete ends, and that says more; if it does not, the next beat shows it
         if time.monotonic() - self._shown_at >= _PROGRESS_SECONDS:
-            self._shown_at = time.monotonic()
-            status.write(self._as_shown())
+            self._show_progress()
+
+    def _show_progress(self) -> None:
+        self._shown_at, self._shown = time.monotonic(), self._progress
+        status.write(self._as_shown())
 
     def cancelled(self) -> bool:
         return self._lost.is_set() or self._cancelled.is_set()
@@ -75,32 +86,37 @@ class Attempt:
         return Job(**{**vars(self._held), "progress_done": done, "progress_total": total, "as_of": self._as_of})
 
     def __enter__(self) -> Attempt:
-        self._heart.start()
+        self._extended_at = time.monotonic()
+        self._heart = heart.take()
+        self._heart.begin(self, _beat_seconds())
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None,
     ) -> None:
-        self._ended.set()
-        self._heart.join()
+        self._ended = True
+        if self._heart is not None:
+            self._heart.give_back()
 
-    def _beat(self) -> None:
-        extended_at = time.monotonic()
-        while not self._ended.wait(min(_LOOK_SECONDS, heartbeat_seconds())):
-            moment = time.monotonic()
-            try:
-                if moment - extended_at >= heartbeat_seconds():
-                    extended_at = moment
-                    self._extend()
-                elif not self._cancelled.is_set():
-                    self._look()
-                if self._cancelled.is_set() and self._function_runs:
-                    self._enforce(time.monotonic())
-            except (SQLAlchemyError, OSError) as error:  # tried again at the next beat, as long as the lease stands
-                log.warning("the attempt could not reach SQL", extra={"job_id": self.id, "error": type(error).__name__})
-            if self._lost.is_set() and not self._ended.wait(1):  # not just finished a moment ago
-                log.warning("the attempt is no longer ours", extra={"job_id": self.id, "attempt": self.attempt})
-                return
+    def beat(self) -> float:
+        """Called by the heart: extends the lease, or looks whether the attempt is still wanted."""
+        if self._lost.is_set():  # and not just finished a moment ago
+            log.warning("the attempt is no longer ours", extra={"job_id": self.id, "attempt": self.attempt})
+            return math.inf
+        moment = time.monotonic()
+        try:
+            if moment - self._extended_at >= heartbeat_seconds():
+                self._extended_at = moment
+                self._extend()
+            elif not self._cancelled.is_set():
+                self._look()
+            if self._progress != self._shown and not self._ended:
+                self._show_progress()
+            if self._cancelled.is_set() and self._function_runs:
+                self._enforce(time.monotonic())
+        except (SQLAlchemyError, OSError) as error:  # tried again at the next beat, as long as the lease stands
+            log.warning("the attempt could not reach SQL", extra={"job_id": self.id, "error": type(error).__name__})
+        return 1.0 if self._lost.is_set() else _beat_seconds()
 
     def _look(self) -> None:
         with db.reading() as view:
@@ -130,7 +146,8 @@ class Attempt:
         if after.cancel_requested_at is not None:
             self._cancelled.set()
         self._as_of = after.as_of
-        if not self._ended.is_set():
+        if not self._ended:
+            self._shown = self._progress
             status.write(after)
 
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import time
 from typing import Any
 
 from celery import beat
@@ -15,6 +16,9 @@ log = logging.getLogger("uketsuke.broker")
 # What kombu's channels raise when they are used, or closed, after their connection has gone.
 _GONE: tuple[type[Exception], ...] = (AttributeError,)
 AGAIN_SECONDS = 1.0  # between tries to reach the broker; Celery's own wait grows to 30 s
+# How long the consumer's events about tasks are gathered (at most 24): a message for each costs more than to take the
+# task's own. Who looks at Flower does not notice.
+_EVENTS_SECONDS = 0.2
 _TICKS_WAITING = 4  # more of them in the queue, and nobody takes any: further ones would only be a burst later
 
 
@@ -31,6 +35,14 @@ class Reconnecting(Consumer):
     def __init__(self, *arguments: Any, **more: Any) -> None:
         super().__init__(*arguments, **more)
         self.connection_errors += _GONE
+        self._events_due_at = 0.0
+
+    def on_send_event_buffered(self) -> None:
+        # By the clock, not by a flag: a lost connection takes the timer with it.
+        moment = time.monotonic()
+        if self.hub and moment >= self._events_due_at:
+            self._events_due_at = moment + _EVENTS_SECONDS
+            self.hub.call_later(_EVENTS_SECONDS, self._flush_events)
 
     def ensure_connected(self, conn: Connection) -> Connection:
         connected = _connect(conn, state.maybe_shutdown)

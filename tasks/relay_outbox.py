@@ -5,13 +5,18 @@ waits for wake tokens until its interval is over, so that a submission is publis
 """
 from __future__ import annotations
 
+import contextlib
 import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from datetime import datetime, timedelta
+from typing import Any
 
+from kombu.exceptions import BatchPublishError
 from kombu.exceptions import OperationalError as BrokerAway
 from redis.exceptions import RedisError
 
@@ -31,9 +36,37 @@ _HARD_LIMIT_AFTER_SECONDS = 10.0  # a function that swallows its soft limit is k
 _at_once = threading.BoundedSemaphore(2)  # a deep outbox takes many ticks; they must not take all of the threads
 
 # AttributeError is what kombu's channels raise once their connection has gone: no fault of the row.
-_AWAY = (BrokerAway, RedisError, OSError, AttributeError)
+_AWAY = (BrokerAway, BatchPublishError, RedisError, OSError, AttributeError)
 
 Publish = Callable[[Row], None]
+Batch = Callable[[], AbstractContextManager[None]]
+
+
+class _Mine(threading.local):
+    """What this thread publishes with, within `in_one_go`."""
+
+    producer: Any = None
+
+
+_mine = _Mine()
+
+
+@contextlib.contextmanager
+def in_one_go() -> Iterator[None]:
+    """What `publish` is given within the block is with the broker after it: over one connection and, where the
+    transport can do that (Redis), in one round trip. Raises BatchPublishError when nobody knows what has arrived."""
+    with celery.app.producer_pool.acquire(block=True) as producer:
+        at_once = producer.supports_batch_publish
+        _mine.producer = producer
+        try:
+            with producer.batch():
+                yield
+        except _AWAY as error:
+            if at_once:
+                raise BatchPublishError(f"{type(error).__name__}: {error}") from error
+            raise
+        finally:
+            _mine.producer = None
 
 
 def publish(row: Row) -> None:
@@ -46,45 +79,63 @@ def publish(row: Row) -> None:
     if row.time_limit_seconds is not None:
         limits = {"soft_time_limit": row.time_limit_seconds,
                   "time_limit": row.time_limit_seconds + _HARD_LIMIT_AFTER_SECONDS}
-    celery.app.tasks[f"tasks.{row.task}"].apply_async(args=[row.target_id], queue=row.queue, retry=False, **limits)
+    celery.app.tasks[f"tasks.{row.task}"].apply_async(
+        args=[row.target_id], queue=row.queue, retry=False, producer=_mine.producer, **limits)
 
 
-def drain(publish: Publish, now: Callable[[], datetime] = clock.now) -> int:
-    """Publishes everything that is due; returns how many messages the broker took. Ends early when it takes none."""
+def drain(
+    publish: Publish, now: Callable[[], datetime] = clock.now, batch: Batch = contextlib.nullcontext,
+) -> int:
+    """Publishes everything that is due; returns how many messages the broker took. Ends early when it takes none.
+    `batch` surrounds the messages of one claim."""
     published = 0
     while True:
         lease = secrets.token_hex(8)
         began = now()
         with db.transaction() as tx:
             due = outbox.claim(tx, lease, began, began + timedelta(seconds=LEASE_SECONDS), BATCH)
+        if not due:
+            return published
         rows = joining.withdraw(due, lease, settings().callback_per_host, began)
-        taken, away = _publish_all(publish, lease, rows, now)
+        taken, away = _publish_all(publish, lease, rows, now, batch)
         published += taken
         if away or len(due) < BATCH:
             return published
 
 
-def _publish_all(publish: Publish, lease: str, rows: list[Row], now: Callable[[], datetime]) -> tuple[int, bool]:
-    taken: list[int] = []
+def _publish_all(
+    publish: Publish, lease: str, rows: list[Row], now: Callable[[], datetime], batch: Batch,
+) -> tuple[int, bool]:
+    taken: list[Row] = []
     refused: list[tuple[Row, str]] = []
-    left: list[int] = []
-    for row in rows:
-        if left:
-            left.append(row.id)
-            continue
-        try:
-            publish(row)
-        except _AWAY as error:
-            log.warning("the broker is away", extra={"error": f"{type(error).__name__}: {error}"})
-            left.append(row.id)
-        except Exception as error:  # the row's own fault: it must not hold up the rows behind it
-            refused.append((row, f"{type(error).__name__}: {error}"))
-        else:
-            taken.append(row.id)
-            metrics.published(row.task)
-    if rows:
-        _record(lease, taken, refused, left, now())
-    return len(taken), bool(left)
+    away = False
+    try:
+        with batch():
+            for row in rows:
+                if (why := _refusal(publish, row)) is None:
+                    taken.append(row)
+                else:  # the row's own fault: it must not hold up the rows behind it
+                    refused.append((row, why))
+    except _AWAY as error:
+        log.warning("the broker is away", extra={"error": f"{type(error).__name__}: {error}"})
+        away = True
+        if isinstance(error, BatchPublishError):
+            taken = []  # perhaps they have arrived: a repeated message is harmless
+    for task, number in Counter(row.task for row in taken).items():
+        metrics.published(task, number)
+    done = {row.id for row in taken} | {row.id for row, _ in refused}
+    _record(lease, [row.id for row in taken], refused, [row.id for row in rows if row.id not in done], now())
+    return len(taken), away
+
+
+def _refusal(publish: Publish, row: Row) -> str | None:
+    try:
+        publish(row)
+    except _AWAY:
+        raise
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None
 
 
 def _record(lease: str, taken: list[int], refused: list[tuple[Row, str]], left: list[int], now: datetime) -> None:
@@ -107,7 +158,7 @@ def relay_outbox() -> None:
     try:
         until = time.monotonic() + settings().relay_interval_seconds
         while True:
-            drain(publish)
+            drain(publish, batch=in_one_go)
             presence.relay_ran(clock.now())
             if not status.wait_for_wake(until - time.monotonic()):
                 return

@@ -84,7 +84,8 @@ def run_once(job_id: str, now: Callable[[], datetime] = clock.now) -> Job | None
 
 def _claim(job_id: str, now: datetime) -> Job | None:
     with db.transaction() as tx:
-        jobs.hold(tx, job_id)
+        if tx.dialect.name == "postgresql":  # SQLite's one writer holds everything
+            jobs.hold(tx, job_id)
         published_at = outbox.settle(tx, states.RUN_JOB, job_id)
         held = jobs.start(tx, job_id, celery.NAME, now, now + timedelta(seconds=settings().lease_seconds), published_at)
     return held
