@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from datetime import datetime, timedelta
 from typing import Any
 
@@ -12,6 +12,7 @@ from sqlalchemy import Connection, bindparam, func, insert, select, update
 
 from app import states
 from app.clock import isoformat, now as the_present
+from app.errors import UketsukeError
 from app.schema import Moment, guard, jobs
 
 MAX_MESSAGE_LENGTH = 1000
@@ -131,6 +132,17 @@ def submit(tx: Connection, new: Sequence[Job]) -> None:
     tx.execute(_submit, [{name: getattr(job, name) for name in _new_columns} for job in new])
 
 
+_hold_first = select(*_columns).where(
+    jobs.c.id.in_(bindparam("ids", expanding=True)), jobs.c.status == states.QUEUED, jobs.c.attempt == 0,
+).order_by(jobs.c.id).with_for_update(key_share=True, skip_locked=True)
+
+
+def hold_first(tx: Connection, job_ids: Sequence[str]) -> list[Job]:
+    """Those of these jobs that wait for their first attempt and that nobody moves at this moment. Until the transaction
+    ends nobody else does."""
+    return [Job(*row) for row in tx.execute(_hold_first, {"ids": list(job_ids)})]
+
+
 def _move(*guards: Any) -> Any:
     return update(jobs).where(*guards).values(version=jobs.c.version + 1).returning(*_columns)
 
@@ -206,6 +218,42 @@ def fail(tx: Connection, held: Job, code: str, message: str, now: datetime, ttl:
     return _job(tx.execute(_fail, {
         "job_id": held.id, "held": held.attempt, "code": code, "message": storable(message),
         "now": now, "expires": now + ttl}).first())
+
+
+_succeed_at_once = update(jobs).where(
+    jobs.c.id == bindparam("job_id"), jobs.c.status == states.QUEUED, jobs.c.version == bindparam("seen"),
+).values(
+    status=states.SUCCEEDED, version=jobs.c.version + 1, attempt=jobs.c.attempt + 1, worker=bindparam("by"),
+    result=bindparam("outcome"), started_at=bindparam("began"),
+    published_at=func.coalesce(jobs.c.published_at, bindparam("published", type_=Moment())), **_end)
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A job that was queued, and what its attempt came to within the transaction that holds it. `result` is JSON."""
+
+    job: Job
+    result: str
+    started_at: datetime
+    finished_at: datetime
+    published_at: datetime | None  # of the message that led here
+
+
+def succeed_at_once(tx: Connection, worker: str, successes: Sequence[Finished], ttl: timedelta) -> list[Job]:
+    """queued → succeeded, all of them or none: nobody has seen them run, since they began and ended in this
+    transaction, which holds them. Raises UketsukeError when one of them is no longer as it was seen."""
+    if not successes:
+        return []
+    changed = tx.execute(_succeed_at_once, [
+        {"job_id": one.job.id, "seen": one.job.version, "by": worker, "outcome": one.result, "began": one.started_at,
+         "published": one.published_at, "now": one.finished_at, "expires": one.finished_at + ttl}
+        for one in successes]).rowcount
+    if changed != len(successes):
+        raise UketsukeError(f"{len(successes)} jobs were held, {changed} of them could be ended")
+    return [replace(
+        one.job, status=states.SUCCEEDED, version=one.job.version + 1, attempt=one.job.attempt + 1, worker=worker,
+        result=one.result, published_at=one.job.published_at or one.published_at, started_at=one.started_at,
+        finished_at=one.finished_at, expires_at=one.finished_at + ttl, as_of=the_present()) for one in successes]
 
 
 _requeue = _move(*_wanted).values(status=states.QUEUED, lease_until=None, progress_done=None, progress_total=None)

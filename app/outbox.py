@@ -32,6 +32,7 @@ class Row:
     published_at: datetime | None
     failures: int
     last_error: str | None
+    together: str | None
 
 
 _columns = [outbox.c[field.name] for field in fields(Row)]
@@ -41,11 +42,12 @@ def _upsert(dialect: Any) -> Any:
     made = dialect.insert(outbox).values(
         task=bindparam("task"), target_id=bindparam("target_id"), queue=bindparam("queue"),
         time_limit_seconds=bindparam("time_limit_seconds"), state=states.WAITING,
-        available_at=bindparam("available_at"), created_at=bindparam("now"))
+        available_at=bindparam("available_at"), created_at=bindparam("now"), together=bindparam("together"))
     return made.on_conflict_do_update(
         index_elements=["task", "target_id"],
         set_={"state": states.WAITING, "available_at": made.excluded.available_at, "lease": None,
-              "leased_until": None, "published_at": None, "failures": 0, "last_error": None})
+              "leased_until": None, "published_at": None, "failures": 0, "last_error": None,
+              "together": made.excluded.together})
 
 
 _stage = {"sqlite": _upsert(sqlite), "postgresql": _upsert(postgresql)}
@@ -53,23 +55,24 @@ _stage = {"sqlite": _upsert(sqlite), "postgresql": _upsert(postgresql)}
 
 def stage(
     tx: Connection, task: str, target_id: str, queue: str, now: datetime,
-    available_at: datetime | None = None, time_limit_seconds: float | None = None,
+    available_at: datetime | None = None, time_limit_seconds: float | None = None, together: str | None = None,
 ) -> None:
-    """Asks for one message: `task` with `target_id` on `queue`, not before `available_at`.
+    """Asks for one message: `task` with `target_id` on `queue`, not before `available_at`; or a part of one, with
+    others of the same queue, limit and `together`.
 
     The caller holds the transaction that makes it necessary. Staging what is staged already makes it due anew.
     """
-    stage_all(tx, task, [(target_id, queue, time_limit_seconds)], now, available_at)
+    stage_all(tx, task, [(target_id, queue, time_limit_seconds, together)], now, available_at)
 
 
 def stage_all(
-    tx: Connection, task: str, targets: Iterable[tuple[str, str, float | None]], now: datetime,
+    tx: Connection, task: str, targets: Iterable[tuple[str, str, float | None, str | None]], now: datetime,
     available_at: datetime | None = None,
 ) -> None:
-    """As `stage`, of several targets, each with its queue and its time limit."""
+    """As `stage`, of several targets, each with its queue, its time limit, and with what it may go `together`."""
     tx.execute(_stage[tx.dialect.name], [
-        {"task": task, "target_id": target_id, "queue": queue, "time_limit_seconds": seconds,
-         "available_at": available_at or now, "now": now} for target_id, queue, seconds in targets])
+        {"task": task, "target_id": target_id, "queue": queue, "time_limit_seconds": seconds, "together": together,
+         "available_at": available_at or now, "now": now} for target_id, queue, seconds, together in targets])
 
 
 # Each state by its own index, in order: a backlog is never sorted. CTEs are evaluated once; as a plain subquery
@@ -100,13 +103,16 @@ def claim(tx: Connection, lease: str, now: datetime, leased_until: datetime, mos
 
 _held = (guard(outbox.c.state, states.LEASED), outbox.c.lease == bindparam("by"))
 _free = {"lease": None, "leased_until": None}
-_mark = update(outbox).where(outbox.c.id.in_(bindparam("ids", expanding=True)), *_held).values(
+# In the order of their ids, as everybody who holds several: two never wait for each other.
+_these = select(outbox.c.id).where(
+    outbox.c.id.in_(bindparam("ids", expanding=True)), *_held).order_by(outbox.c.id).with_for_update().cte("these")
+_mark = update(outbox).where(outbox.c.id.in_(select(_these.c.id))).values(
     state=states.PUBLISHED, published_at=bindparam("now"), **_free)
-_release = update(outbox).where(outbox.c.id.in_(bindparam("ids", expanding=True)), *_held).values(
+_release = update(outbox).where(outbox.c.id.in_(select(_these.c.id))).values(
     state=states.WAITING, available_at=bindparam("due"), **_free)
 _refuse = update(outbox).where(outbox.c.id == bindparam("row_id"), *_held).values(
     state=bindparam("becomes"), available_at=bindparam("due"), failures=outbox.c.failures + 1,
-    last_error=bindparam("why"), **_free)
+    last_error=bindparam("why"), together=None, **_free)
 
 
 def mark_published(tx: Connection, lease: str, ids: Sequence[int], now: datetime) -> int:
@@ -120,7 +126,8 @@ def release(tx: Connection, lease: str, ids: Sequence[int], available_at: dateti
 
 
 def refuse(tx: Connection, lease: str, row: Row, why: str, available_at: datetime) -> str:
-    """leased → waiting, or → parked after MAX_FAILURES: this row cannot be published. Returns the new state."""
+    """leased → waiting, or → parked after MAX_FAILURES: this row cannot be published; it is tried alone from now on.
+    Returns the new state."""
     becomes = states.PARKED if row.failures + 1 >= MAX_FAILURES else states.WAITING
     tx.execute(_refuse, {"row_id": row.id, "by": lease, "becomes": becomes, "due": available_at, "why": why})
     return becomes
@@ -136,6 +143,19 @@ def settle(tx: Connection, task: str, target_id: str) -> datetime | None:
     time to say so yet published it after it became available."""
     row = tx.execute(_settle, {"of_task": task, "of_target": target_id}).first()
     return None if row is None else row.published_at or row.available_at
+
+
+_of_targets = select(outbox.c.id).where(
+    outbox.c.task == bindparam("of_task"), outbox.c.target_id.in_(bindparam("of_targets", expanding=True))
+).order_by(outbox.c.id).with_for_update().cte("of_targets")
+_settle_all = delete(outbox).where(outbox.c.id.in_(select(_of_targets.c.id))).returning(
+    outbox.c.target_id, outbox.c.published_at, outbox.c.available_at)
+
+
+def settle_all(tx: Connection, task: str, target_ids: Sequence[str]) -> dict[str, datetime]:
+    """As `settle`, of several: when each that had a row had been published."""
+    rows = tx.execute(_settle_all, {"of_task": task, "of_targets": list(target_ids)})
+    return {row.target_id: row.published_at or row.available_at for row in rows}
 
 
 _moments = select(outbox.c.available_at, outbox.c.published_at).where(
@@ -165,7 +185,7 @@ _overdue = (
                             outbox.c.published_at < bindparam("before"))
     .order_by(outbox.c.published_at).limit(bindparam("most")).with_for_update(skip_locked=True))
 _republish = update(outbox).where(outbox.c.id == bindparam("row_id"), guard(outbox.c.state, states.PUBLISHED)).values(
-    state=states.WAITING, available_at=bindparam("due"), published_at=None)
+    state=states.WAITING, available_at=bindparam("due"), published_at=None, together=None)
 
 
 def published_before(tx: Connection, queue: str, before: datetime, most: int) -> list[Row]:
@@ -174,7 +194,8 @@ def published_before(tx: Connection, queue: str, before: datetime, most: int) ->
 
 
 def republish(tx: Connection, row: Row, now: datetime) -> bool:
-    """published → waiting: the message was lost."""
+    """published → waiting: the message was lost. The next one is its own: a job that kills whoever runs it takes others
+    down with it once."""
     return tx.execute(_republish, {"row_id": row.id, "due": now}).rowcount == 1
 
 

@@ -157,6 +157,7 @@ history_events = Table(
 
 # What is to be published: written in the transaction that makes it necessary, published by the relay alone, gone when
 # its message is claimed. `lease` names one claim of one relay; `failures` counts refusals that were the row's fault.
+# Rows of one queue, time limit and value of `together` may share a message, and their jobs a transaction.
 outbox = Table(
     "outbox", metadata,
     Column("id", BigInteger().with_variant(Integer, "sqlite"), primary_key=True, autoincrement=True),
@@ -172,6 +173,7 @@ outbox = Table(
     Column("failures", Integer, nullable=False, server_default="0"),
     Column("last_error", Text),
     Column("created_at", Moment, nullable=False),
+    Column("together", String(64)),
     CheckConstraint(_one_of("state", states.OUTBOX_STATES), name="state"),
     CheckConstraint(_one_of("task", states.OUTBOX_TASKS), name="task"),
     CheckConstraint("(state = 'leased') = (lease IS NOT NULL AND leased_until IS NOT NULL)", name="leased_has_lease"),

@@ -10,7 +10,7 @@ FINAL = frozenset({SUCCEEDED, FAILED})
 
 # What docs/architecture.md draws; each is one guarded statement of `app.jobs`.
 JOB_MOVES = {
-    QUEUED: frozenset({RUNNING, FAILED}),
+    QUEUED: frozenset({RUNNING, SUCCEEDED, FAILED}),
     RUNNING: frozenset({QUEUED, SUCCEEDED, FAILED}),
     SUCCEEDED: frozenset(),
     FAILED: frozenset(),

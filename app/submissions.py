@@ -92,7 +92,7 @@ def replay(owner: str, key: Key | None) -> Receipt | None:
 def _submit(new: _Submission) -> Receipt:
     outlook.latest()  # before the transaction, in which a look would take too long
     try:
-        _together.commit(new)
+        _group.commit(new)
     except (BacklogFull, IntegrityError):
         # A concurrent submission of the key was first, and has committed; without one it is an error.
         first = replay(new.owner, new.key)
@@ -116,7 +116,8 @@ def _write(tx: Connection, batch: Sequence[_Submission]) -> None:
             new.note_id, new.members = note_id, {"note_id": note_id}
     written = [new_job(new.owner, new.kind, new.members, new.callback_url, new.note_id, new.now) for new in batch]
     jobs.submit(tx, written)
-    outbox.stage_all(tx, states.RUN_JOB, [(job.id, job.queue, job.time_limit_seconds) for job in written], now)
+    outbox.stage_all(tx, states.RUN_JOB, [
+        (job.id, job.queue, job.time_limit_seconds, _together_with(new)) for new, job in zip(batch, written)], now)
     records = []
     for new, job in zip(batch, written):
         new.job, new.body = job, json.dumps(_answer(new, job), ensure_ascii=False) + "\n"
@@ -140,6 +141,11 @@ def new_job(
         finished_at=None, expires_at=None)
 
 
+def _together_with(new: _Submission) -> str | None:
+    """What may share this job's first message: short jobs of its kind that nobody wants to be told of."""
+    return new.kind.name if new.kind.transactional and new.callback_url is None else None
+
+
 def _answer(new: _Submission, job: Job) -> dict[str, Any]:
     if new.note is None:
         return {"job_id": job.id, "status": job.status}
@@ -150,4 +156,4 @@ def _show(committed: Sequence[_Submission]) -> None:
     status.write_all([(new.job, None) for new in committed if new.job is not None], wake=True)
 
 
-_together = GroupCommit(_write, _show)
+_group = GroupCommit(_write, _show)

@@ -3,7 +3,8 @@ without Celery.
 
 celery            the Celery app, its processes' logs and signs of life
 relay_outbox      claim, publish, mark: the only door to the broker
-run_job           one attempt of one job (`attempt` and `interrupting` serve it)
+run_job           one attempt of one job (`attempt`, `heart` and `interrupting` serve it)
+run_together      the first attempts of several short jobs, in one transaction
 deliver_webhook   one attempt of one delivery (`egress`, `answers`, `reasons`, `signature`, `spreading` and `threads`
                   serve it)
 rescue_stalled    leases that ran out, messages that got lost

@@ -126,7 +126,8 @@ def task(name: str, **options: Any) -> Callable[[Callable[..., None]], Any]:
 
         @functools.wraps(function)
         def run(*arguments: Any) -> None:
-            with logs.about(dict(zip(names, arguments)), whole_process=_is_child):
+            ids = {name: one for name, one in zip(names, arguments) if isinstance(one, str)}  # no list in each line
+            with logs.about(ids, whole_process=_is_child):
                 try:
                     function(*arguments)
                 except Exception as error:

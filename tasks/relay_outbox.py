@@ -27,6 +27,9 @@ from tasks import celery
 
 log = logging.getLogger("uketsuke.relay")
 
+# How many jobs one message may name: their transaction holds up SQLite's other writers for some ten milliseconds, and a
+# crash in it delays them all; and the two messages of a full batch are enough that their own cost no longer counts.
+TOGETHER = 50
 BATCH = 100  # few enough that a killed relay leaves little under its lease
 LEASE_SECONDS = 15.0  # publishing a batch takes milliseconds; a relay that takes longer has died
 AWAY_SECONDS = 1.0  # when the broker takes nothing, all wait so long
@@ -38,7 +41,7 @@ _at_once = threading.BoundedSemaphore(2)  # a deep outbox takes many ticks; they
 # AttributeError is what kombu's channels raise once their connection has gone: no fault of the row.
 _AWAY = (BrokerAway, BatchPublishError, RedisError, OSError, AttributeError)
 
-Publish = Callable[[Row], None]
+Publish = Callable[..., None]  # of the rows that share a message
 Batch = Callable[[], AbstractContextManager[None]]
 
 
@@ -69,24 +72,27 @@ def in_one_go() -> Iterator[None]:
             _mine.producer = None
 
 
-def publish(row: Row) -> None:
-    """Hands one message to the broker; it carries the row's target id and nothing else.
+def publish(row: Row, *others: Row) -> None:
+    """Hands one message to the broker; it carries the row's target id, or those of all that share it, and nothing else.
 
-    Raises one of _AWAY when the broker takes nothing now, anything else when this row cannot be
+    Raises one of _AWAY when the broker takes nothing now, anything else when this message cannot be
     published at all.
     """
+    name, targets = f"tasks.{row.task}", [row.target_id]  # type: tuple[str, list[Any]]
+    if others:
+        name, targets = "tasks.run_together", [[one.target_id for one in (row, *others)]]
     limits = {}
     if row.time_limit_seconds is not None:
         limits = {"soft_time_limit": row.time_limit_seconds,
                   "time_limit": row.time_limit_seconds + _HARD_LIMIT_AFTER_SECONDS}
-    celery.app.tasks[f"tasks.{row.task}"].apply_async(
-        args=[row.target_id], queue=row.queue, retry=False, producer=_mine.producer, **limits)
+    celery.app.tasks[name].apply_async(
+        args=targets, queue=row.queue, retry=False, producer=_mine.producer, **limits)
 
 
 def drain(
     publish: Publish, now: Callable[[], datetime] = clock.now, batch: Batch = contextlib.nullcontext,
 ) -> int:
-    """Publishes everything that is due; returns how many messages the broker took. Ends early when it takes none.
+    """Publishes everything that is due; returns how many rows the broker took. Ends early when it takes none.
     `batch` surrounds the messages of one claim."""
     published = 0
     while True:
@@ -111,11 +117,11 @@ def _publish_all(
     away = False
     try:
         with batch():
-            for row in rows:
-                if (why := _refusal(publish, row)) is None:
-                    taken.append(row)
-                else:  # the row's own fault: it must not hold up the rows behind it
-                    refused.append((row, why))
+            for message in _messages(rows):
+                if (why := _refusal(publish, message)) is None:
+                    taken.extend(message)
+                else:  # the message's own fault: it must not hold up the rows behind it
+                    refused.extend((row, why) for row in message)
     except _AWAY as error:
         log.warning("the broker is away", extra={"error": f"{type(error).__name__}: {error}"})
         away = True
@@ -128,9 +134,22 @@ def _publish_all(
     return len(taken), away
 
 
-def _refusal(publish: Publish, row: Row) -> str | None:
+def _messages(rows: list[Row]) -> list[list[Row]]:
+    """Each row in a message of its own, but for those that may share one."""
+    messages: list[list[Row]] = []
+    shared: dict[tuple[Any, ...], list[Row]] = {}
+    for row in rows:
+        alike = (row.queue, row.task, row.time_limit_seconds, row.together)
+        if row.together is None or len(shared.get(alike, ())) % TOGETHER == 0:
+            messages.append([])
+            shared[alike] = messages[-1]
+        shared[alike].append(row)
+    return messages
+
+
+def _refusal(publish: Publish, message: list[Row]) -> str | None:
     try:
-        publish(row)
+        publish(*message)
     except _AWAY:
         raise
     except Exception as error:

@@ -137,7 +137,7 @@ def _run(held: Job, kind: Kind, now: Callable[[], datetime]) -> Job | None:
     with Attempt(held, functools.partial(_end_cancelled, held, now)) as attempt:
         if kind.transactional:
             return _run_in_transaction(held, kind, attempt, now)
-        outcome = _outcome(kind, lambda input: kind.function(input, attempt), held)
+        outcome = outcome_of(kind, lambda input: kind.function(input, attempt), held)
         attempt.function_ended()
         return _finish(held, outcome, now)
 
@@ -158,12 +158,12 @@ def _run_in_transaction(held: Job, kind: Kind, attempt: Attempt, now: Callable[[
     failure = None
     try:
         with db.transaction() as tx:
-            outcome = _outcome(kind, lambda input: kind.function(input, attempt, tx), held)
+            outcome = outcome_of(kind, lambda input: kind.function(input, attempt, tx), held)
             if isinstance(outcome, Failure):
                 failure = outcome
                 raise Lost
             attempt.function_ended()
-            ended = _write_end(tx, held, outcome, now())
+            ended = write_end(tx, held, outcome, now())
             if ended[0].status != states.SUCCEEDED:  # cancelled meanwhile: the function's rows go
                 failure = Failure(states.CANCELLED, "cancelled on request", again=False)
                 raise Lost
@@ -175,7 +175,7 @@ def _run_in_transaction(held: Job, kind: Kind, attempt: Attempt, now: Callable[[
     return ended[0]
 
 
-def _outcome(kind: Kind, call: Callable[[BaseModel], Any], held: Job) -> Outcome:
+def outcome_of(kind: Kind, call: Callable[[BaseModel], Any], held: Job) -> Outcome:
     process = os.getpid()
     try:
         return _success(call(kinds.read_input(kind, held.input)))
@@ -222,7 +222,7 @@ def _finish(held: Job, outcome: Outcome, now: Callable[[], datetime]) -> Job | N
     while True:
         try:
             with db.transaction() as tx:
-                ended = _write_end(tx, held, outcome, now())
+                ended = write_end(tx, held, outcome, now())
             break
         except Lost:
             return None
@@ -239,7 +239,7 @@ def _finish(held: Job, outcome: Outcome, now: Callable[[], datetime]) -> Job | N
     return ended[0]
 
 
-def _write_end(tx: Connection, held: Job, outcome: Outcome, now: datetime) -> tuple[Job, Delivery | None]:
+def write_end(tx: Connection, held: Job, outcome: Outcome, now: datetime) -> tuple[Job, Delivery | None]:
     """The one guarded statement that ends the attempt, with what must follow from it. Raises Lost."""
     if isinstance(outcome, Success):
         after = jobs.succeed(tx, held, outcome.result, now, _ttl())

@@ -62,8 +62,8 @@ class Broker:
     def __init__(self) -> None:
         self.rows: list[Row] = []
 
-    def publish(self, row: Row) -> None:
-        self.rows.append(row)
+    def publish(self, *rows: Row) -> None:
+        self.rows.extend(rows)
 
     def taken(self) -> list[tuple[str, str]]:
         return [(row.task, row.target_id) for row in self.rows]

@@ -68,7 +68,7 @@ class Worker:
 
     def end(self, held: Job, now: datetime) -> None:
         with db.transaction() as tx:
-            run_job._write_end(tx, held, run_job.Success("null"), now)
+            run_job.write_end(tx, held, run_job.Success("null"), now)
         self.ended += 1
 
 

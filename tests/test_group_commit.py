@@ -132,7 +132,7 @@ def test_submissions_of_one_process_share_a_transaction(world: World, monkeypatc
     from app import clock
 
     held, go_on, sizes = threading.Event(), threading.Event(), list[int]()
-    write = submissions._together._write
+    write = submissions._group._write
 
     def slow(tx: Connection, batch: Sequence[Any]) -> None:
         sizes.append(len(batch))
@@ -141,7 +141,7 @@ def test_submissions_of_one_process_share_a_transaction(world: World, monkeypatc
             assert go_on.wait(30)
         write(tx, batch)
 
-    monkeypatch.setattr(submissions._together, "_write", slow)
+    monkeypatch.setattr(submissions._group, "_write", slow)
     with ThreadPoolExecutor(9) as pool:
         first = pool.submit(submissions.submit_job, "a", kind("primes"), {"n": 5}, None, None, clock.now())
         assert held.wait(30)
@@ -149,7 +149,7 @@ def test_submissions_of_one_process_share_a_transaction(world: World, monkeypatc
                 for n in range(4)]
         rest += [pool.submit(submissions.submit_note, "a", f"note {n}", kind("history"), None, key(n % 2 and n + 10),
                              clock.now()) for n in range(4)]
-        wait_until(lambda: len(submissions._together._waiting) == 8, what="the others have gathered")
+        wait_until(lambda: len(submissions._group._waiting) == 8, what="the others have gathered")
         go_on.set()
     receipts = [future.result() for future in (first, *rest)]
     assert sizes == [1, 8]

@@ -60,7 +60,7 @@ class Shop:
             second, slot, worker, held = self._due[0]
             if held is not None:
                 with db.transaction() as tx:
-                    run_job._write_end(tx, held, run_job.Success("null"), self.at(second))
+                    run_job.write_end(tx, held, run_job.Success("null"), self.at(second))
                 self.ended[held.id] = second
                 del self.unfinished[held.id]
             if (held := self._claim(worker, second)) is not None:
