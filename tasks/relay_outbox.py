@@ -1,7 +1,7 @@
 """The relay: claim due rows (short transaction), publish them (no transaction open), mark them (short transaction).
 
 The only `apply_async` in the tree. Beat starts a relay every RELAY_INTERVAL_SECONDS; each drains the outbox and then
-waits for wake tokens until its interval is over, so that a submission is published at once.
+waits for wake tokens until its interval is over, and a little longer, so that a submission is published at once.
 """
 from __future__ import annotations
 
@@ -32,6 +32,9 @@ log = logging.getLogger("uketsuke.relay")
 TOGETHER = 50
 BATCH = 100  # few enough that a killed relay leaves little under its lease
 LEASE_SECONDS = 15.0  # publishing a batch takes milliseconds; a relay that takes longer has died
+# The relay of a tick listens for so much longer than until the next tick: no submission falls between two of them. Less
+# than what `status.wait_for_wake` grants beyond an interval, and than an interval: two relays at once are enough.
+_OVERLAP_SECONDS = 0.25
 AWAY_SECONDS = 1.0  # when the broker takes nothing, all wait so long
 _REFUSED_SECONDS = 5.0  # when the broker takes everything but this row, it waits so long
 _HARD_LIMIT_AFTER_SECONDS = 10.0  # a function that swallows its soft limit is killed so much later
@@ -171,11 +174,12 @@ def _record(lease: str, taken: list[int], refused: list[tuple[Row, str]], left: 
 
 @celery.task("tasks.relay_outbox")
 def relay_outbox() -> None:
-    """One tick: drains, then again at each wake token until the interval is over."""
+    """One tick: drains, then again at each wake token until the next tick's relay listens."""
     if not _at_once.acquire(blocking=False):
         return
     try:
-        until = time.monotonic() + settings().relay_interval_seconds
+        interval = settings().relay_interval_seconds
+        until = time.monotonic() + interval + min(_OVERLAP_SECONDS, interval / 2)
         while True:
             drain(publish, batch=in_one_go)
             presence.relay_ran(clock.now())

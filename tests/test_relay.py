@@ -354,6 +354,19 @@ def test_a_tick_drains_and_drains_again_when_it_is_woken(api: FlaskClient, world
 
 
 @one_database
+def test_a_tick_listens_until_the_next_one_does(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next one comes an interval later, or a little more."""
+    waited: list[float] = []
+    monkeypatch.setattr(relay_outbox, "drain", lambda *_, **__: 0)
+    monkeypatch.setattr(status, "wait_for_wake", lambda seconds: waited.append(seconds))
+    monkeypatch.setattr(time, "monotonic", lambda: 1000.0)
+    for interval in (0.1, 1, 60):
+        world.set(RELAY_INTERVAL_SECONDS=interval)
+        relay_outbox.relay_outbox()
+    assert waited == pytest.approx([0.15, 1.25, 60.25])
+
+
+@one_database
 def test_ticks_take_no_more_than_two_threads(api: FlaskClient, world: World) -> None:
     submit(api, n=5)
     for _ in range(2):

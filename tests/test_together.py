@@ -125,7 +125,8 @@ REFUSING = {
               "BEGIN SELECT RAISE(ABORT, 'refused'); END",
     "postgresql": "CREATE FUNCTION refusing() RETURNS trigger AS $$ BEGIN RAISE EXCEPTION 'refused'; END $$ "
                   "LANGUAGE plpgsql; CREATE CONSTRAINT TRIGGER refusing AFTER UPDATE ON jobs "
-                  "DEFERRABLE INITIALLY DEFERRED FOR EACH ROW WHEN (NEW.status = 'succeeded' AND NEW.id = '{0}') EXECUTE FUNCTION refusing()"}
+                  "DEFERRABLE INITIALLY DEFERRED FOR EACH ROW WHEN (NEW.status = 'succeeded' AND NEW.id = '{0}') "
+                  "EXECUTE FUNCTION refusing()"}
 
 
 def test_a_transaction_that_is_refused_leaves_each_to_run_alone(
