@@ -71,7 +71,7 @@ class Act(BaseModel):
 
 def act(input: Act, job: kinds.Job, tx: Any) -> Any:
     """Writes a note in any case."""
-    notes.add(tx, "everybody", input.what, clock.now())
+    notes.add(tx, [("everybody", input.what)], clock.now())
     match input.what:
         case "raise":
             raise LookupError("no luck")
