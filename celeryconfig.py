@@ -24,7 +24,6 @@ accept_content = ["json"]
 task_ignore_result = True
 result_backend = None
 task_default_queue = "q:jobs2"
-task_send_sent_event = True  # Flower then knows the names of tasks that no worker has received yet
 worker_send_task_events = True
 
 worker_consumer = "tasks.broker:Reconnecting"

@@ -117,6 +117,8 @@ def configuration(process: str) -> dict[str, Any]:
 def configure(process: str) -> None:
     """Sends this process's logs, its warnings and its uncaught exceptions to standard error as JSON lines."""
     logging.config.dictConfig(configuration(process))
+    # What no line says need not be found out for each.
+    logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
     logging.raiseExceptions = False  # a record that cannot be formatted would be printed as it is
     warnings.formatwarning = _without_message  # of whoever captures warnings: Celery does so too
     logging.captureWarnings(True)

@@ -45,9 +45,10 @@ def refuse_ambiguous() -> None:
 def read_object() -> dict[str, Any]:
     """The request's body as a JSON object. Raises Problem: `not-json`, `too-large`, `malformed-json`; and InvalidInput
     for JSON that is no object."""
-    if request.headers.get("Content-Encoding", "identity").lower() != "identity":
+    environ = request.environ
+    if environ.get("HTTP_CONTENT_ENCODING", "identity").lower() != "identity":
         raise Problem("not-json", "a compressed body is not taken")
-    if request.mimetype != "application/json":
+    if environ.get("CONTENT_TYPE") != "application/json" and request.mimetype != "application/json":
         raise Problem("not-json", f"Content-Type is {request.mimetype or 'missing'!r}, application/json is needed")
     value = _parse(_read())
     if not isinstance(value, dict):
@@ -58,24 +59,29 @@ def read_object() -> dict[str, Any]:
 def _read() -> bytes:
     """The body, of at most MAX_BODY_BYTES whether its length was told or not (werkzeug's own limit would cut a chunked
     one silently)."""
-    too_large = Problem("too-large", f"the body has more than {MAX_BODY_BYTES} bytes", headers=_CLOSE)
     told = request.content_length or 0
     if told > _PASSED_OVER_BYTES:
-        raise too_large
+        raise _too_large()
     read, size = [], 0
     with _a_place():
         if told > MAX_BODY_BYTES:
             while request.stream.read(_READ_BYTES):
                 pass
-            raise too_large
+            raise _too_large()
         while chunk := request.stream.read(min(_READ_BYTES, MAX_BODY_BYTES + 1 - size)):
             read.append(chunk)
             size += len(chunk)
             if size > MAX_BODY_BYTES:
-                raise too_large
+                raise _too_large()
+            if size == told:
+                break
     if size < told:
         raise Problem("malformed-json", f"the body ended after {size} of {told} bytes")
     return b"".join(read)
+
+
+def _too_large() -> Problem:
+    return Problem("too-large", f"the body has more than {MAX_BODY_BYTES} bytes", headers=_CLOSE)
 
 
 @contextlib.contextmanager
