@@ -2,18 +2,20 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from sqlalchemy import Connection, Engine, create_engine, event
+from sqlalchemy import Connection, Dialect, Engine, create_engine, event
 from sqlalchemy.engine import make_url
-from sqlalchemy.exc import DBAPIError, OperationalError
+from sqlalchemy.exc import DBAPIError, DisconnectionError, OperationalError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
+from sqlalchemy.pool import ConnectionPoolEntry
 
 from app import schema
 from app.config import settings
@@ -22,6 +24,7 @@ from app.turnstile import Turnstile, TurnTimeout
 
 # How long a writer waits for its turn before the caller is told to come back.
 LOCK_WAIT_SECONDS = 10.0
+_TRUSTED_SECONDS = 1.0  # a connection that was used so lately is not asked whether it is still there
 _POOL_SIZE = 8
 _POOL_OVERFLOW = 8  # with the size as many as WEB_THREADS; four web processes and a courier fit into PostgreSQL's 100
 _SQLITE_OLDEST = (3, 51, 3)  # older ones can corrupt a WAL that several processes share
@@ -141,12 +144,11 @@ def use_wal() -> None:
 def _make(url: str) -> Engine:
     if make_url(url).get_backend_name() == "sqlite":
         return _make_sqlite(url)
-    return create_engine(
+    made = create_engine(
         url,
         pool_size=_POOL_SIZE,
         max_overflow=_POOL_OVERFLOW,
         pool_timeout=LOCK_WAIT_SECONDS,
-        pool_pre_ping=True,  # a server that restarted costs nobody a request
         hide_parameters=True,  # rows' contents stay out of logs and job errors
         connect_args={
             "connect_timeout": 5,
@@ -156,6 +158,27 @@ def _make(url: str) -> Engine:
             " -c idle_in_transaction_session_timeout=60000",
         },
     )
+    event.listen(made, "checkin", _note_use)
+    event.listen(made, "checkout", _ask_first(made.dialect))
+    return made
+
+
+def _note_use(_raw: Any, record: ConnectionPoolEntry) -> None:
+    record.info["used_at"] = time.monotonic()
+
+
+def _ask_first(dialect: Dialect) -> Callable[[Any, ConnectionPoolEntry, Any], None]:
+    """A server that restarted costs nobody a request: a connection that has not been used for a moment is asked whether
+    it is still one, and another takes its place if not."""
+
+    def ask(raw: Any, record: ConnectionPoolEntry, _proxy: Any) -> None:
+        if time.monotonic() - record.info.get("used_at", math.inf) > _TRUSTED_SECONDS:
+            try:
+                dialect.do_ping(raw)
+            except dialect.loaded_dbapi.Error as error:
+                raise DisconnectionError from error
+
+    return ask
 
 
 def _make_sqlite(url: str) -> Engine:

@@ -73,7 +73,7 @@ _OF_EVERY_RECORD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asc
 
 
 class Lines(logging.Formatter):
-    """A record as one line. Own code, since the libraries for it take twice as long, which a submission would notice."""
+    """A record as one line. Own code: the libraries for it take twice as long, which a submission would notice."""
 
     def __init__(self, process: str) -> None:
         super().__init__()

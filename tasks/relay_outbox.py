@@ -14,12 +14,14 @@ import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from typing import Any
 
 from kombu.exceptions import BatchPublishError
 from kombu.exceptions import OperationalError as BrokerAway
 from redis.exceptions import RedisError
+from sqlalchemy import Connection
 
 from app import clock, db, joining, metrics, outbox, presence, states, status
 from app.config import settings
@@ -36,6 +38,10 @@ LEASE_SECONDS = 15.0  # publishing a batch takes milliseconds; a relay that take
 # The relay of a tick listens for so much longer than until the next tick: no submission falls between two of them. Less
 # than what `status.wait_for_wake` grants beyond an interval, and than an interval: two relays at once are enough.
 _OVERLAP_SECONDS = 0.25
+# Rows that come together are followed by others: they are waited for as long as nobody notices, since a claim takes
+# SQLite's one writer as long for one row as for ten.
+_GATHER_SECONDS = 0.01
+_MARK_SECONDS = 0.05  # of waiting, after which what nobody has claimed is marked
 AWAY_SECONDS = 1.0  # when the broker takes nothing, all wait so long
 _REFUSED_SECONDS = 5.0  # when the broker takes everything but this row, it waits so long
 _HARD_LIMIT_AFTER_SECONDS = 10.0  # a function that swallows its soft limit is killed so much later
@@ -53,7 +59,7 @@ class _Mine(threading.local):
     """What this thread publishes with, within `in_one_go`, and the queues that are known to be there."""
 
     producer: Any = None
-    declared: set[str] = set()
+    declared: frozenset[str] | set[str] = frozenset()
 
 
 _mine = _Mine()
@@ -74,11 +80,11 @@ def in_one_go() -> Iterator[None]:
                 raise BatchPublishError(f"{type(error).__name__}: {error}") from error
             raise
         finally:
-            _mine.producer = None
+            _mine.producer, _mine.declared = None, frozenset()
 
 
 def publish(row: Row, *others: Row) -> None:
-    """Hands one message to the broker, within `in_one_go`; it carries the row's target id, or those of all that share
+    """Hands one message to the broker; it carries the row's target id, or those of all that share
     it, and nothing else.
 
     Raises one of _AWAY when the broker takes nothing now, anything else when this message cannot be
@@ -93,37 +99,68 @@ def publish(row: Row, *others: Row) -> None:
                   "time_limit": row.time_limit_seconds + _HARD_LIMIT_AFTER_SECONDS}
     # What `apply_async` does, without what it works out anew for each message: half of its time.
     message = celery.app.amqp.create_task_message(
-        str(uuid.uuid4()), name, targets, {}, argsrepr=repr(tuple(targets)), kwargsrepr="{}", origin=celery.NAME,
+        str(uuid.uuid4()), name, targets, {}, argsrepr=repr(targets), kwargsrepr="{}", origin=celery.NAME,
         ignore_result=True, **limits)
     declare = [] if row.queue in _mine.declared else [celery.app.amqp.queues[row.queue]]
-    _mine.producer.publish(
-        message.body, exchange="", routing_key=row.queue, serializer="json", delivery_mode="persistent",
-        headers=message.headers, declare=declare, **message.properties)
-    _mine.declared.add(row.queue)
+    with celery.app.producer_or_acquire(_mine.producer) as producer:
+        producer.publish(
+            message.body, exchange="", routing_key=row.queue, serializer="json", delivery_mode="persistent",
+            headers=message.headers, declare=declare, **message.properties)
+    if isinstance(_mine.declared, set):
+        _mine.declared.add(row.queue)
+
+
+@dataclass
+class Unmarked:
+    """What the broker has taken and SQL does not say yet. It may wait for the next transaction of its relay: by then
+    most of it has been claimed and is gone. If the relay dies its lease runs out: a repeated message is harmless."""
+
+    ids: dict[str, list[int]] = field(default_factory=dict)  # by their lease
+
+    def mark(self, tx: Connection, now: datetime) -> None:
+        """leased → published."""
+        for lease in list(self.ids):
+            outbox.mark_published(tx, lease, self.ids[lease], now)
+
+    def clear(self) -> None:
+        """They were marked, and that was committed."""
+        self.ids = {}
 
 
 def drain(
     publish: Publish, now: Callable[[], datetime] = clock.now, batch: Batch = contextlib.nullcontext,
+    unmarked: Unmarked | None = None,
 ) -> int:
     """Publishes everything that is due; returns how many rows the broker took. Ends early when it takes none.
-    `batch` surrounds the messages of one claim."""
-    published = 0
+    `batch` surrounds the messages of one claim. The caller marks what is left `unmarked`, if it gives that."""
+    published, pending = 0, Unmarked() if unmarked is None else unmarked
     while True:
         lease = secrets.token_hex(8)
         began = now()
         with db.transaction() as tx:
+            pending.mark(tx, began)
             due = outbox.claim(tx, lease, began, began + timedelta(seconds=LEASE_SECONDS), BATCH)
+        pending.clear()
         if not due:
             return published
         rows = joining.withdraw(due, lease, settings().callback_per_host, began)
-        taken, away = _publish_all(publish, lease, rows, now, batch)
+        taken, away = _publish_all(publish, lease, rows, now, batch, pending)
         published += taken
         if away or len(due) < BATCH:
+            if unmarked is None:
+                _mark(pending, now())
             return published
 
 
+def _mark(unmarked: Unmarked, now: datetime) -> None:
+    if unmarked.ids:
+        with db.transaction() as tx:
+            unmarked.mark(tx, now)
+        unmarked.clear()
+
+
 def _publish_all(
-    publish: Publish, lease: str, rows: list[Row], now: Callable[[], datetime], batch: Batch,
+    publish: Publish, lease: str, rows: list[Row], now: Callable[[], datetime], batch: Batch, unmarked: Unmarked,
 ) -> tuple[int, bool]:
     taken: list[Row] = []
     refused: list[tuple[Row, str]] = []
@@ -142,8 +179,9 @@ def _publish_all(
             taken = []  # perhaps they have arrived: a repeated message is harmless
     for task, number in Counter(row.task for row in taken).items():
         metrics.published(task, number)
-    done = {row.id for row in taken} | {row.id for row, _ in refused}
-    _record(lease, [row.id for row in taken], refused, [row.id for row in rows if row.id not in done], now())
+    unmarked.ids[lease] = [row.id for row in taken]
+    done = {*unmarked.ids[lease], *(row.id for row, _ in refused)}
+    _give_back(lease, refused, [row.id for row in rows if row.id not in done], now())
     return len(taken), away
 
 
@@ -170,9 +208,10 @@ def _refusal(publish: Publish, message: list[Row]) -> str | None:
     return None
 
 
-def _record(lease: str, taken: list[int], refused: list[tuple[Row, str]], left: list[int], now: datetime) -> None:
+def _give_back(lease: str, refused: list[tuple[Row, str]], left: list[int], now: datetime) -> None:
+    if not refused and not left:
+        return
     with db.transaction() as tx:
-        outbox.mark_published(tx, lease, taken, now)
         outbox.release(tx, lease, left, now + timedelta(seconds=AWAY_SECONDS))
         for row, why in refused:
             becomes = outbox.refuse(tx, lease, row, why, now + timedelta(seconds=_REFUSED_SECONDS))
@@ -187,13 +226,19 @@ def relay_outbox() -> None:
     """One tick: drains, then again at each wake token until the next tick's relay listens."""
     if not _at_once.acquire(blocking=False):
         return
+    unmarked = Unmarked()
     try:
         interval = settings().relay_interval_seconds
         until = time.monotonic() + interval + min(_OVERLAP_SECONDS, interval / 2)
         while True:
-            drain(publish, batch=in_one_go)
+            published = drain(publish, batch=in_one_go, unmarked=unmarked)
             presence.relay_ran(clock.now())
-            if not status.wait_for_wake(until - time.monotonic()):
-                return
+            if published > 1 and time.monotonic() < until:
+                time.sleep(_GATHER_SECONDS)
+            elif not status.wait_for_wake(min(_MARK_SECONDS, until - time.monotonic())):
+                _mark(unmarked, clock.now())
+                if not status.wait_for_wake(until - time.monotonic()):
+                    return
     finally:
         _at_once.release()
+        _mark(unmarked, clock.now())

@@ -32,6 +32,33 @@ def test_one_submission_is_one_message_on_its_queue(api: FlaskClient, world: Wor
     assert world.sql("SELECT state FROM outbox") == [("published",)]
 
 
+def test_what_the_broker_took_is_marked_with_the_next_claim(api: FlaskClient, world: World) -> None:
+    unmarked = relay_outbox.Unmarked()
+    first, second, third = (submit(api, n=number) for number in range(3))
+    relay_outbox.drain(relay_outbox.publish, unmarked=unmarked)
+    assert world.count("outbox", "state = 'leased'") == 3 and world.redis.llen("q:jobs2") == 3
+    run_job.run_once(first)  # whoever claims it does not wait for that
+    fourth = submit(api, n=4)
+    assert relay_outbox.drain(relay_outbox.publish, unmarked=unmarked) == 1
+    assert dict(world.sql("SELECT target_id, state FROM outbox")) == {
+        second: "published", third: "published", fourth: "leased"}
+
+
+def test_a_relay_that_ends_leaves_nothing_unmarked(
+    api: FlaskClient, world: World, monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world.set(RELAY_INTERVAL_SECONDS="0.1")
+    for number in range(3):
+        submit(api, n=number)
+        relay_outbox.relay_outbox()
+    assert world.count("outbox", "state = 'published'") == 3
+    submit(api, n=3)
+    monkeypatch.setattr(status, "wait_for_wake", die_in_mid_job)
+    with pytest.raises(BaseException):
+        relay_outbox.relay_outbox()
+    assert world.count("outbox", "state = 'published'") == 4
+
+
 def test_a_message_carries_ids_only(api: FlaskClient, world: World) -> None:
     world.set(CALLBACK_ALLOW="127.0.0.1:9")
     url = "http://127.0.0.1:9/hook?token=CANARY2"
@@ -363,7 +390,8 @@ def test_a_tick_listens_until_the_next_one_does(world: World, monkeypatch: pytes
     for interval in (0.1, 1, 60):
         world.set(RELAY_INTERVAL_SECONDS=interval)
         relay_outbox.relay_outbox()
-    assert waited == pytest.approx([0.15, 1.25, 60.25])
+    assert waited[::2] == [0.05] * 3  # before it marks what nobody has claimed
+    assert waited[1::2] == pytest.approx([0.15, 1.25, 60.25])
 
 
 @one_database
