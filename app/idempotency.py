@@ -10,7 +10,7 @@ from typing import Any
 
 from sqlalchemy import Connection, bindparam, insert, select
 
-from app import jobs
+from app import jobs, statements
 from app.errors import KeyReused
 from app.schema import idempotency_keys as keys
 
@@ -49,7 +49,7 @@ def _plain(value: Any) -> Any:
 
 def replay(view: Connection, owner: str, key: str, fingerprint: str) -> Record | None:
     """The first answer under this key, or None when the key is free. Raises KeyReused for another request."""
-    row = view.execute(_find, {"of_owner": owner, "of_key": key}).first()
+    row = statements.first(view, _find, {"of_owner": owner, "of_key": key})
     if row is None:
         return None
     record = Record(*row)
@@ -61,7 +61,7 @@ def replay(view: Connection, owner: str, key: str, fingerprint: str) -> Record |
 def keep(tx: Connection, kept: Sequence[tuple[str, str, Record]], now: datetime) -> None:
     """Binds keys, each of an owner, to these answers. Raises `sqlalchemy.exc.IntegrityError` when a concurrent
     submission of one was first."""
-    tx.execute(_keep, [
+    statements.changed_by_all(tx, _keep, [
         {"owner": owner, "key": key, "fingerprint": record.fingerprint, "job_id": record.job_id,
          "note_id": record.note_id, "body": record.body, "created_at": now}
         for owner, key, record in sorted(kept, key=lambda each: each[:2])])  # two that wait for each other never end

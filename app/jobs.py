@@ -10,7 +10,7 @@ from typing import Any
 
 from sqlalchemy import Connection, bindparam, func, insert, select, update
 
-from app import states
+from app import statements, states
 from app.clock import isoformat, now as the_present
 from app.errors import UketsukeError
 from app.schema import Moment, guard, jobs
@@ -100,7 +100,7 @@ _last_started = (
 
 def find(view: Connection, job_id: str) -> Job | None:
     """The job with this id, whatever its age; None when there is none."""
-    return _job(view.execute(_find, {"job_id": job_id}).first())
+    return _job(statements.first(view, _find, {"job_id": job_id}))
 
 
 def held_by(view: Connection, *workers: str) -> list[Job]:
@@ -129,7 +129,7 @@ _submit = insert(jobs).values(status=states.QUEUED, **{name: bindparam(name) for
 
 def submit(tx: Connection, new: Sequence[Job]) -> None:
     """(none) → queued."""
-    tx.execute(_submit, [{name: getattr(job, name) for name in _new_columns} for job in new])
+    statements.changed_by_all(tx, _submit, [{name: getattr(job, name) for name in _new_columns} for job in new])
 
 
 _hold_first = select(*_columns).where(
@@ -157,7 +157,7 @@ def hold(tx: Connection, job_id: str, wait: bool = True) -> Job | None:
     """The job with this id; until the transaction ends nobody else moves it. Held before its outbox row by all who
     touch both, so that two never wait for each other; who holds the row already does not `wait`, and gets None while
     somebody else moves the job."""
-    return _job(tx.execute(_hold if wait else _hold_if_free, {"job_id": job_id}).first())
+    return _job(statements.first(tx, _hold if wait else _hold_if_free, {"job_id": job_id}))
 
 
 _start = _move(jobs.c.id == bindparam("job_id"), guard(jobs.c.status, states.QUEUED)).values(
@@ -174,8 +174,8 @@ def start(
     `published_at` is when the message that led here was published, when that is known. A job keeps the first: which of
     several messages led here nobody knows, and the oldest never says that consumption is further than it is.
     """
-    return _job(tx.execute(_start, {
-        "job_id": job_id, "by": worker, "now": now, "until": lease_until, "published": published_at}).first())
+    return _job(statements.first(tx, _start, {
+        "job_id": job_id, "by": worker, "now": now, "until": lease_until, "published": published_at}))
 
 
 _note_published = update(jobs).where(jobs.c.id == bindparam("job_id"), jobs.c.published_at.is_(None)).values(
@@ -194,8 +194,8 @@ _extend = update(jobs).where(*_held).values(
 
 def extend_lease(tx: Connection, held: Job, lease_until: datetime, done: int | None, total: int | None) -> Job | None:
     """The heartbeat of a running attempt, with its progress. None when the attempt is lost."""
-    return _job(tx.execute(_extend, {
-        "job_id": held.id, "held": held.attempt, "until": lease_until, "done": done, "total": total}).first())
+    return _job(statements.first(tx, _extend, {
+        "job_id": held.id, "held": held.attempt, "until": lease_until, "done": done, "total": total}))
 
 
 _wanted = (*_held, jobs.c.cancel_requested_at.is_(None))
@@ -209,15 +209,15 @@ _fail = _move(*_wanted).values(**_failed)
 
 def succeed(tx: Connection, held: Job, result: str, now: datetime, ttl: timedelta) -> Job | None:
     """running → succeeded, with the result as JSON text."""
-    return _job(tx.execute(_succeed, {
-        "job_id": held.id, "held": held.attempt, "outcome": result, "now": now, "expires": now + ttl}).first())
+    return _job(statements.first(tx, _succeed, {
+        "job_id": held.id, "held": held.attempt, "outcome": result, "now": now, "expires": now + ttl}))
 
 
 def fail(tx: Connection, held: Job, code: str, message: str, now: datetime, ttl: timedelta) -> Job | None:
     """running → failed, for good."""
-    return _job(tx.execute(_fail, {
+    return _job(statements.first(tx, _fail, {
         "job_id": held.id, "held": held.attempt, "code": code, "message": storable(message),
-        "now": now, "expires": now + ttl}).first())
+        "now": now, "expires": now + ttl}))
 
 
 _succeed_at_once = update(jobs).where(
@@ -244,10 +244,10 @@ def succeed_at_once(tx: Connection, worker: str, successes: Sequence[Finished], 
     transaction, which holds them. Raises UketsukeError when one of them is no longer as it was seen."""
     if not successes:
         return []
-    changed = tx.execute(_succeed_at_once, [
+    changed = statements.changed_by_all(tx, _succeed_at_once, [
         {"job_id": one.job.id, "seen": one.job.version, "by": worker, "outcome": one.result, "began": one.started_at,
          "published": one.published_at, "now": one.finished_at, "expires": one.finished_at + ttl}
-        for one in successes]).rowcount
+        for one in successes])
     if changed != len(successes):
         raise UketsukeError(f"{len(successes)} jobs were held, {changed} of them could be ended")
     return [replace(
@@ -261,7 +261,7 @@ _requeue = _move(*_wanted).values(status=states.QUEUED, lease_until=None, progre
 
 def requeue(tx: Connection, held: Job) -> Job | None:
     """running → queued: this attempt is over, another one follows. The caller stages its message."""
-    return _job(tx.execute(_requeue, {"job_id": held.id, "held": held.attempt}).first())
+    return _job(statements.first(tx, _requeue, {"job_id": held.id, "held": held.attempt}))
 
 
 _release = _requeue.values(max_attempts=jobs.c.max_attempts + 1)
@@ -269,7 +269,7 @@ _release = _requeue.values(max_attempts=jobs.c.max_attempts + 1)
 
 def release(tx: Connection, held: Job) -> Job | None:
     """running → queued: the worker had to stop. As `requeue`, but the attempt is not held against the job."""
-    return _job(tx.execute(_release, {"job_id": held.id, "held": held.attempt}).first())
+    return _job(statements.first(tx, _release, {"job_id": held.id, "held": held.attempt}))
 
 
 # --- cancellation: a job that is queued ends at once; one that runs has no other end from then on ---
@@ -286,28 +286,28 @@ _cancel_requested = select(jobs.c.cancel_requested_at).where(*_held)
 
 def keep(tx: Connection, job_id: str) -> Job | None:
     """The job with this id; until the transaction ends it is not pruned."""
-    return _job(tx.execute(_keep, {"job_id": job_id}).first())
+    return _job(statements.first(tx, _keep, {"job_id": job_id}))
 
 
 def cancel(tx: Connection, job_id: str, now: datetime, ttl: timedelta) -> Job | None:
     """queued → failed with `cancelled`. The caller settles its outbox row."""
-    return _job(tx.execute(_cancel, {"job_id": job_id, "now": now, "expires": now + ttl, **_cancelled}).first())
+    return _job(statements.first(tx, _cancel, {"job_id": job_id, "now": now, "expires": now + ttl, **_cancelled}))
 
 
 def request_cancel(tx: Connection, job_id: str, now: datetime) -> Job | None:
     """Asks the running attempt to stop. No move: whoever ends the attempt from now on ends it with `end_cancelled`."""
-    return _job(tx.execute(_request_cancel, {"job_id": job_id, "now": now}).first())
+    return _job(statements.first(tx, _request_cancel, {"job_id": job_id, "now": now}))
 
 
 def end_cancelled(tx: Connection, held: Job, now: datetime, ttl: timedelta) -> Job | None:
     """running → failed with `cancelled`, when that was asked for; every other end is refused then."""
-    return _job(tx.execute(_end_cancelled, {
-        "job_id": held.id, "held": held.attempt, "now": now, "expires": now + ttl, **_cancelled}).first())
+    return _job(statements.first(tx, _end_cancelled, {
+        "job_id": held.id, "held": held.attempt, "now": now, "expires": now + ttl, **_cancelled}))
 
 
 def cancel_requested(view: Connection, held: Job) -> bool:
     """Whether this running attempt has been asked to stop."""
-    return view.execute(_cancel_requested, {"job_id": held.id, "held": held.attempt}).scalar_one_or_none() is not None
+    return statements.first(view, _cancel_requested, {"job_id": held.id, "held": held.attempt}) not in (None, (None,))
 
 
 _touch = _move(jobs.c.id == bindparam("job_id"))

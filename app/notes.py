@@ -7,6 +7,7 @@ from datetime import datetime
 
 from sqlalchemy import Connection, bindparam, insert, select
 
+from app import statements
 from app.schema import history_events, notes
 
 MAX_ID = 2**31 - 1
@@ -29,7 +30,7 @@ class Event:
 
 _add = insert(notes).returning(notes.c.id, sort_by_parameter_order=True)
 _find = select(notes.c.id, notes.c.owner, notes.c.text, notes.c.created_at).where(notes.c.id == bindparam("note_id"))
-_append = insert(history_events)
+_append = insert(history_events).values({name: bindparam(name) for name in ("note_id", "kind", "job_id", "at")})
 _events = select(history_events.c.kind, history_events.c.job_id, history_events.c.at).where(
     history_events.c.note_id == bindparam("of_note")).order_by(history_events.c.id)
 
@@ -51,7 +52,7 @@ def find(view: Connection, note_id: int) -> Note | None:
 
 def append_event(tx: Connection, note_id: int, kind: str, job_id: str, now: datetime) -> None:
     """Writes one line of a note's history. A second event of the same kind breaks the table's constraint."""
-    tx.execute(_append, {"note_id": note_id, "kind": kind, "job_id": job_id, "at": now})
+    statements.changed(tx, _append, {"note_id": note_id, "kind": kind, "job_id": job_id, "at": now})
 
 
 def events(view: Connection, note_id: int) -> list[Event]:

@@ -10,7 +10,7 @@ from typing import Any
 from sqlalchemy import Connection, bindparam, delete, func, select, union_all, update
 from sqlalchemy.dialects import postgresql, sqlite
 
-from app import states
+from app import statements, states
 from app.schema import guard, outbox
 
 MAX_FAILURES = 5  # refusals that are the row's own fault, then it is parked
@@ -70,7 +70,7 @@ def stage_all(
     available_at: datetime | None = None,
 ) -> None:
     """As `stage`, of several targets, each with its queue, its time limit, and with what it may go `together`."""
-    tx.execute(_stage[tx.dialect.name], [
+    statements.changed_by_all(tx, _stage[tx.dialect.name], [
         {"task": task, "target_id": target_id, "queue": queue, "time_limit_seconds": seconds, "together": together,
          "available_at": available_at or now, "now": now} for target_id, queue, seconds, together in targets])
 
@@ -97,7 +97,7 @@ _claim = {
 def claim(tx: Connection, lease: str, now: datetime, leased_until: datetime, most: int) -> list[Row]:
     """waiting, or leased and over → leased: at most `most` due rows, under a lease of this name: first those of relays
     that died, then the longest due. Two claims never hold the same row at one time."""
-    rows = tx.execute(_claim[tx.dialect.name], {"by": lease, "now": now, "until": leased_until, "most": most})
+    rows = statements.rows(tx, _claim[tx.dialect.name], {"by": lease, "now": now, "until": leased_until, "most": most})
     return sorted((Row(*row) for row in rows), key=lambda row: (row.available_at, row.id))
 
 
@@ -141,8 +141,8 @@ _settle = delete(outbox).where(
 def settle(tx: Connection, task: str, target_id: str) -> datetime | None:
     """Whoever claimed the message says so: the row is gone. Returns when it had been published; a relay that had no
     time to say so yet published it after it became available."""
-    row = tx.execute(_settle, {"of_task": task, "of_target": target_id}).first()
-    return None if row is None else row.published_at or row.available_at
+    row = statements.first(tx, _settle, {"of_task": task, "of_target": target_id})
+    return None if row is None else row[0] or row[1]
 
 
 _of_targets = select(outbox.c.id).where(

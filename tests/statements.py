@@ -7,7 +7,7 @@ from typing import Any
 
 from sqlalchemy import event
 
-from app import db
+from app import db, statements
 
 
 @contextlib.contextmanager
@@ -18,9 +18,15 @@ def made_here() -> Iterator[list[tuple[str, Any]]]:
     def note(connection: Any, cursor: Any, statement: str, values: Any, *_: Any) -> None:
         made.append((statement, values))
 
-    engine = db.engine()
+    def execute(tx: Any, ready: Any, values: Any, many: bool = False) -> Any:
+        made.extend((ready.text, each) for each in (values if many else [values]))
+        return directly(tx, ready, values, many)
+
+    engine, directly = db.engine(), statements._execute
     event.listen(engine, "before_cursor_execute", note)
+    statements._execute = execute
     try:
         yield made
     finally:
         event.remove(engine, "before_cursor_execute", note)
+        statements._execute = directly

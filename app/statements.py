@@ -1,0 +1,127 @@
+"""Prebuilt statements, compiled once for a database and handed to its driver. SQLAlchemy's own way, which works out
+anew for each execution what it knew before, takes a claim or an end of a job several times as long; and on SQLite all
+other writers wait for that."""
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy import Connection, Dialect
+from sqlalchemy.exc import DBAPIError
+from sqlalchemy.sql.compiler import SQLCompiler
+
+Row = tuple[Any, ...]
+_Convert = Callable[[Any], Any]
+
+
+@dataclass
+class _Ready:
+    """A statement for one database: its text, its parameters in the driver's order, each with its name or its constant
+    value, and how parameters and columns are converted."""
+
+    text: str
+    names: tuple[str, ...] | None  # None: the driver takes them by name
+    constants: Mapping[str, Any]
+    given: tuple[tuple[str, _Convert | None], ...]
+    types: tuple[Any, ...]  # of the columns
+    columns: tuple[tuple[int, _Convert], ...] | None = None  # known once the driver has said what it sends
+
+    def parameters(self, values: Mapping[str, Any]) -> Any:
+        found = dict(self.constants)
+        for name, convert in self.given:
+            value = values[name]
+            found[name] = value if convert is None else convert(value)
+        return found if self.names is None else tuple([found[name] for name in self.names])
+
+    def fetch(self, dialect: Dialect, cursor: Any) -> list[Row]:
+        if self.columns is None:
+            self.columns = tuple(
+                (place, convert) for place, (kind, said) in enumerate(zip(self.types, cursor.description))
+                if (convert := kind.dialect_impl(dialect).result_processor(dialect, said[1])) is not None)
+        fetched: list[Row] = cursor.fetchall()
+        return [self._converted(row, self.columns) for row in fetched] if self.columns else fetched
+
+    def _converted(self, fetched: Row, columns: tuple[tuple[int, _Convert], ...]) -> Row:
+        row = list(fetched)
+        for place, convert in columns:
+            row[place] = convert(row[place])
+        return tuple(row)
+
+
+_ready: dict[tuple[Any, str], _Ready] = {}
+
+
+def rows(tx: Connection, statement: Any, values: Mapping[str, Any]) -> list[Row]:
+    """What a statement returns. `statement` lives as long as the process, and has no parameter that expands. Raises
+    `sqlalchemy.exc.DBAPIError`."""
+    ready = _for(tx.dialect, statement)
+    cursor = _execute(tx, ready, ready.parameters(values))
+    found = ready.fetch(tx.dialect, cursor)
+    cursor.close()
+    return found
+
+
+def first(tx: Connection, statement: Any, values: Mapping[str, Any]) -> Row | None:
+    """The first row of these, or None."""
+    found = rows(tx, statement, values)
+    return found[0] if found else None
+
+
+def changed(tx: Connection, statement: Any, values: Mapping[str, Any]) -> int:
+    """How many rows a statement changes."""
+    ready = _for(tx.dialect, statement)
+    cursor = _execute(tx, ready, ready.parameters(values))
+    number = cursor.rowcount
+    cursor.close()
+    return int(number)
+
+
+def changed_by_all(tx: Connection, statement: Any, values: Sequence[Mapping[str, Any]]) -> int:
+    """How many rows it changes with all of these."""
+    ready = _for(tx.dialect, statement)
+    cursor = _execute(tx, ready, [ready.parameters(each) for each in values], many=True)
+    number = cursor.rowcount
+    cursor.close()
+    return int(number)
+
+
+def _execute(tx: Connection, ready: _Ready, parameters: Any, many: bool = False) -> Any:
+    raw, errors = tx.connection, tx.dialect.loaded_dbapi.Error
+    cursor = raw.cursor()
+    try:
+        if many:
+            cursor.executemany(ready.text, parameters)
+        else:
+            cursor.execute(ready.text, parameters)
+    except errors as error:
+        gone = tx.dialect.is_disconnect(error, raw.driver_connection, cursor)
+        if gone:
+            tx.invalidate(error)
+        raise DBAPIError.instance(
+            ready.text, None, error, errors, hide_parameters=True, connection_invalidated=gone, dialect=tx.dialect,
+        ) from error
+    return cursor
+
+
+def _for(dialect: Dialect, statement: Any) -> _Ready:
+    key = (statement, dialect.name)
+    ready = _ready.get(key)
+    if ready is None:
+        ready = _ready[key] = _prepare(dialect, statement)
+    return ready
+
+
+def _prepare(dialect: Dialect, statement: Any) -> _Ready:
+    compiled = statement.compile(dialect=dialect, compile_kwargs={"render_postcompile": True})
+    assert isinstance(compiled, SQLCompiler)
+    known, given, constants = compiled.params, [], {}
+    for bind, name in compiled.bind_names.items():
+        convert = bind.type.dialect_impl(dialect).bind_processor(dialect)
+        if bind.required:
+            given.append((name, convert))
+        else:
+            constants[name] = known[name] if convert is None else convert(known[name])
+    types = tuple(column.type for column in getattr(statement, "exported_columns", ()))
+    names = None if compiled.positiontup is None else tuple(compiled.positiontup)
+    return _Ready(str(compiled), names, constants, tuple(given), types)
