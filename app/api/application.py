@@ -24,10 +24,23 @@ log = logging.getLogger("uketsuke.api")
 
 
 class Application(Flask):
-    """Flask, told once that nothing here is a coroutine: it would find out anew for each function of each request."""
+    """Flask with one function before each request, one after it, and one at its end: what it does to find and call any
+    number of them costs a poll as much as they do."""
 
     def ensure_sync(self, func: Callable[..., Any]) -> Callable[..., Any]:
-        return func
+        return func  # nothing here is a coroutine
+
+    def preprocess_request(self) -> None:
+        _begin_request()
+
+    def process_response(self, response: Response) -> Response:
+        return _finish_response(response)
+
+    def do_teardown_request(self, *_: Any, **__: Any) -> None:
+        logs.forget()
+
+    def do_teardown_appcontext(self, *_: Any, **__: Any) -> None:
+        pass
 
 
 def create_app() -> Flask:
@@ -43,11 +56,8 @@ def create_app() -> Flask:
     if proxies := settings().trusted_proxies:
         app.wsgi_app = ProxyFix(  # type: ignore[method-assign]
             _without_odd_prefix(app.wsgi_app), x_for=proxies, x_proto=proxies, x_host=proxies, x_prefix=proxies)
-    app.before_request(_begin_request)
     app.extensions["uketsuke_places"] = threading.BoundedSemaphore(math.ceil(settings().web_threads * 3 / 4))
     app.extensions["uketsuke_waiters"] = threading.BoundedSemaphore(settings().web_waiters)
-    app.after_request(_finish_response)
-    app.teardown_request(_forget_request)
     for blueprint in (jobs.blueprint, notes.blueprint, health.blueprint, problems.blueprint, openapi.blueprint,
                       docs.blueprint, metrics_page.blueprint):
         app.register_blueprint(blueprint)
@@ -102,7 +112,3 @@ def _finish_response(response: Response) -> Response:
     metrics.answered(
         "none" if rule is None else rule.rule, request.method, response.status_code, time.perf_counter() - g.began)
     return response
-
-
-def _forget_request(_error: BaseException | None) -> None:
-    logs.forget()
