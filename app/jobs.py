@@ -13,7 +13,7 @@ from sqlalchemy import Connection, bindparam, func, insert, select, update
 from app import statements, states
 from app.clock import isoformat, now as the_present
 from app.errors import UketsukeError
-from app.schema import Moment, guard, jobs
+from app.schema import Moment, guard, jobs, outbox
 
 MAX_MESSAGE_LENGTH = 1000
 
@@ -176,6 +176,19 @@ def start(
     """
     return _job(statements.first(tx, _start, {
         "job_id": job_id, "by": worker, "now": now, "until": lease_until, "published": published_at}))
+
+
+_by_message = select(func.coalesce(outbox.c.published_at, outbox.c.available_at)).where(
+    outbox.c.task == states.RUN_JOB, outbox.c.target_id == bindparam("job_id")).scalar_subquery()
+_start_by_message = _start.values(published_at=func.coalesce(jobs.c.published_at, _by_message))
+
+
+def start_by_message(
+    tx: Connection, job_id: str, worker: str, now: datetime, lease_until: datetime,
+) -> Job | None:
+    """As `start`, by the message whose outbox row is still there; the caller settles it."""
+    return _job(statements.first(tx, _start_by_message, {
+        "job_id": job_id, "by": worker, "now": now, "until": lease_until}))
 
 
 _note_published = update(jobs).where(jobs.c.id == bindparam("job_id"), jobs.c.published_at.is_(None)).values(

@@ -83,11 +83,14 @@ def run_once(job_id: str, now: Callable[[], datetime] = clock.now) -> Job | None
 
 
 def _claim(job_id: str, now: datetime) -> Job | None:
+    until = now + timedelta(seconds=settings().lease_seconds)
     with db.transaction() as tx:
-        if tx.dialect.name == "postgresql":  # SQLite's one writer holds everything
+        held = jobs.start_by_message(tx, job_id, celery.NAME, now, until)
+        if held is None:  # perhaps it is being queued at this moment: its message must not go without a claim
             jobs.hold(tx, job_id)
-        published_at = outbox.settle(tx, states.RUN_JOB, job_id)
-        held = jobs.start(tx, job_id, celery.NAME, now, now + timedelta(seconds=settings().lease_seconds), published_at)
+            published_at = outbox.settle(tx, states.RUN_JOB, job_id)
+            return jobs.start(tx, job_id, celery.NAME, now, until, published_at)
+        outbox.settle(tx, states.RUN_JOB, job_id)
     return held
 
 
