@@ -2,6 +2,8 @@
 those lines; `python -m app.stack --migrate` only makes the tables."""
 from __future__ import annotations
 
+import contextlib
+import http.client
 import os
 import sys
 from collections.abc import Sequence
@@ -76,6 +78,15 @@ def _chosen(names: Sequence[str], given_redis: bool) -> dict[str, str]:
             if (not names or name in names) and not (name == "redis" and given_redis)}
 
 
+def _answers(settings: Settings) -> bool:
+    with contextlib.closing(http.client.HTTPConnection(settings.host, settings.port, timeout=1)) as connection:
+        try:
+            connection.request("GET", "/health")
+            return connection.getresponse().status == 200
+        except (OSError, http.client.HTTPException):
+            return False
+
+
 def run(names: Sequence[str]) -> int:
     """Starts the lines, waits for them, and returns 0 after a stop that was asked for."""
     os.chdir(_ROOT)
@@ -99,6 +110,8 @@ def run(names: Sequence[str]) -> int:
     supervisor = Supervisor(_STOP_MARGIN_SECONDS + max(settings.worker_stop_seconds, settings.callback_timeout_seconds))
     for name, line in lines.items():
         supervisor.add_process(name, line)
+    if "web" in lines:
+        supervisor.let_go_first(("redis", "web"), lambda: _answers(settings))
     print(banner(settings, list(lines)), flush=True)
     supervisor.loop()
     return supervisor.returncode or 0

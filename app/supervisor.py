@@ -13,6 +13,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable, Collection
 from typing import Any
 
 import honcho.manager
@@ -21,6 +22,8 @@ from honcho.printer import Message, Printer
 
 CANNOT_START = 2  # the exit status of a line that has said why in one line: everything stops
 _AGAIN_SECONDS = 1.0
+_LETS_GO_FIRST_SECONDS = 3.0
+_LOOK_SECONDS = 0.1
 _LAST = frozenset({"redis"})  # the others say goodbye to it
 
 
@@ -39,6 +42,8 @@ class _Group(honcho.process.Popen):
 
 
 class _Line(honcho.process.Process):
+    after: Callable[[], bool] = staticmethod(lambda: True)  # what it lets go first, for a moment
+
     def __init__(self, *arguments: Any, **more: Any) -> None:
         super().__init__(*arguments, **more)
         self._child_ctor = _Group
@@ -46,6 +51,9 @@ class _Line(honcho.process.Process):
     def run(self, events: Any = None, ignore_signals: bool = False) -> None:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: None)  # forked with the supervisor's own handlers
+        until = time.monotonic() + _LETS_GO_FIRST_SECONDS
+        while not self.after() and time.monotonic() < until:
+            time.sleep(_LOOK_SECONDS)
         super().run(events, ignore_signals)
 
 
@@ -61,6 +69,12 @@ class Supervisor(honcho.manager.Manager):
         super().__init__(Printer(sys.stdout, prefix=True))
         self._process_ctor = _Line
         self.events = _Events(self, self.events)
+
+    def let_go_first(self, first: Collection[str], done: Callable[[], bool]) -> None:
+        """The other lines begin once this is done, or a moment later: on few processors all at once would hold up the
+        first ones."""
+        for name in self.names() - set(first):
+            self._processes[name]["obj"].after = done
 
     @property
     def stopping(self) -> bool:
