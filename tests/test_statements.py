@@ -1,0 +1,81 @@
+"""Prebuilt statements say what SQLAlchemy would say of them."""
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import psycopg
+import pytest
+from sqlalchemy import bindparam, insert, select, text
+from sqlalchemy.exc import DBAPIError, IntegrityError, OperationalError
+
+from app import clock, db, jobs, schema, statements
+from tasks import run_job
+from tests.conftest import World
+from tests.running import submit
+
+_all = select(schema.jobs).where(schema.jobs.c.id == bindparam("job_id"))
+_keep = insert(schema.tombstones).values({name: bindparam(name) for name in schema.tombstones.c.keys()})
+
+
+def tombstone(job_id: str, **values: Any) -> dict[str, Any]:
+    now = clock.now()
+    return {"job_id": job_id, "owner": "é", "kind": "k", "status": "failed", "finished_at": now,
+            "expired_at": now + timedelta(hours=1), **values}
+
+
+def test_rows_are_those_of_sqlalchemy(api: Any, world: World) -> None:
+    """Texts, whole and other numbers, moments with their zone, and nothing at all."""
+    waiting, done = submit(api, n=5), submit(api, n=5)
+    run_job.run_once(done)
+    for job_id in (waiting, done):
+        with db.reading() as view:
+            ours = statements.rows(view, _all, {"job_id": job_id})
+            assert ours == [tuple(row) for row in view.execute(_all, {"job_id": job_id})] and len(ours) == 1
+            assert statements.first(view, _all, {"job_id": job_id}) == ours[0]
+            assert statements.first(view, _all, {"job_id": "another"}) is None
+
+
+def test_what_is_written_is_what_sqlalchemy_would_write(world: World) -> None:
+    values = [tombstone("a"), tombstone("b")]
+    with db.transaction() as tx:
+        assert statements.changed(tx, _keep, values[0]) == 1
+        assert statements.changed_by_all(tx, _keep, [values[1], tombstone("c")]) == 2
+    with db.reading() as view:
+        kept = view.execute(select(schema.tombstones).order_by(schema.tombstones.c.job_id)).mappings().all()
+    assert [dict(row) for row in kept[:2]] == values
+
+
+def test_refusals_are_those_of_sqlalchemy_without_the_values(world: World) -> None:
+    with pytest.raises(IntegrityError) as refused, db.transaction() as tx:
+        statements.changed_by_all(tx, _keep, [tombstone("CANARY"), tombstone("CANARY")])
+    assert not db.is_away(refused.value) and "CANARY" not in db.reason(refused.value)
+    with pytest.raises(DBAPIError), db.transaction() as tx:
+        statements.changed(tx, _keep, tombstone("a", status="undecided"))
+    assert world.count("tombstones") == 0
+
+
+@pytest.mark.parametrize("world", ["postgresql"], indirect=True)
+def test_a_connection_that_has_gone_is_not_used_again(world: World) -> None:
+    with pytest.raises(OperationalError) as gone, db.transaction() as tx:
+        own = tx.execute(text("SELECT pg_backend_pid()")).scalar_one()
+        with db.reading() as other:
+            other.execute(text("SELECT pg_terminate_backend(:pid, 5000)"), {"pid": own})
+        jobs.find(tx, "any")
+    assert db.is_away(gone.value)
+    for _ in range(2):
+        with db.transaction() as tx:
+            assert jobs.find(tx, "any") is None
+
+
+@pytest.mark.parametrize("world", ["postgresql"], indirect=True)
+def test_a_server_that_restarted_costs_nobody_a_request(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A connection that was not used for a moment is asked first."""
+    with db.reading() as view:
+        own = view.execute(text("SELECT pg_backend_pid()")).scalar_one()
+    with psycopg.connect(world.url.replace("+psycopg", "")) as other:
+        other.execute("SELECT pg_terminate_backend(%s, 5000)", [own])
+    monkeypatch.setattr(db, "_TRUSTED_SECONDS", 0.0)
+    with db.reading() as view:
+        assert jobs.find(view, "any") is None
+        assert view.execute(text("SELECT pg_backend_pid()")).scalar_one() != own
