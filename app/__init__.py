@@ -4,6 +4,8 @@ config       every setting, read once
 clock, ids, ports, backoff
              the time, names for rows, whether a port is free, when the next try is due
 db, schema   the engine and `transaction()`; the tables (`migrations/` makes them)
+statements   prebuilt statements, handed to the driver
+group_commit writers that come at the same time share a transaction
 turnstile    the queue of a SQLite file's writers
 states       the closed vocabularies and the allowed moves
 errors       what can go wrong, without HTTP
@@ -11,8 +13,9 @@ kinds        what a kind of job is, and the registry of kinds
 jobs, notes, outbox, deliveries, idempotency, retention
              one noun each: its rows and every move that they make
 addresses    which callback addresses may be reached
-circuits, turns
-             how endpoints answer lately, and whose callback a host gets next
+circuits, turns, slices, joining
+             how endpoints answer lately, whose callback a host gets next, who goes on in its place, who needs no
+             message
 excerpts     what receivers said, made safe to show
 rounds       rounds of callbacks that have ended (`python -m app.redeliver` asks for more)
 submissions  the one transaction behind a 202

@@ -56,13 +56,12 @@ def retry_after(
 
 def accepted(receipt: Receipt, kind: str) -> Response:
     """202, the same for every repetition of a key (RFC 9110 15.3.3)."""
-    headers = [
-        ("Content-Type", "application/json"), ("Location", address(jobs.path(receipt.job_id))),
-        ("Retry-After", _ask_after(receipt, kind))]
+    headers = [("Location", address(jobs.path(receipt.job_id))), ("Retry-After", _ask_after(receipt, kind))]
     if receipt.note_id is not None:
         headers.append(("Link", f'<{address(f"/notes/{receipt.note_id}")}>; rel="related"'))
     if receipt.replayed:
         headers.append(("Idempotent-Replayed", "true"))
+    headers.append(("Content-Type", "application/json"))
     return Answer(receipt.body, 202, headers)
 
 

@@ -106,9 +106,9 @@ def _begin_request() -> None:
 def _finish_response(response: Response) -> Response:
     headers, rule = response.headers, request.url_rule
     headers.add("X-Request-Id", g.request_id)
-    headers.add("X-Content-Type-Options", "nosniff")
     if "Cache-Control" not in headers:
         headers.add("Cache-Control", "no-store")
+    headers.add("X-Content-Type-Options", "nosniff")
     metrics.answered(
         "none" if rule is None else rule.rule, request.method, response.status_code, time.perf_counter() - g.began)
     return response

@@ -47,19 +47,22 @@ def answer(shown: View) -> Response:
     """200 with the job, or 304 to whoever has this state already (RFC 9110 13.1.2)."""
     body = (shown.body + "\n").encode()
     etag = hashlib.blake2b(body, digest_size=16).hexdigest()
-    headers = [("Content-Type", "application/json"), ("ETag", f'"{etag}"'), ("Vary", "Prefer")]
+    headers = [("ETag", f'"{etag}"')]
     if shown.status not in states.FINAL:
         running_since = _moment(shown.started_at) if shown.started_at and shown.status == states.RUNNING else None
         headers.append(("Retry-After", answers.retry_after(
             shown.kind, _moment(shown.created_at), running_since, shown.job_id)))
     elif shown.expires_at is not None:
         headers.append(("Sunset", http_date(_moment(shown.expires_at))))  # RFC 8594
+    headers.append(("Vary", "Prefer"))
     code = 200
     if "HTTP_IF_NONE_MATCH" in request.environ:
         headers.append(("Cache-Control", "private, no-cache"))
         if request.if_none_match.contains_weak(etag):  # the only condition: werkzeug's 412 would be no problem+json
             code = 304
-    return answers.Answer(body, code, headers)
+    made = answers.Answer(body, code, [("Content-Type", "application/json")])
+    made.headers.extend(headers)
+    return made
 
 
 def _moment(text: str) -> datetime:
