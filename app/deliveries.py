@@ -166,9 +166,11 @@ def claim(
     if tx.execute(_is_due, {"delivery_id": known.id, "now": now}).first() is None:
         return None
     outbox.settle(tx, states.DELIVER_WEBHOOK, known.id)
-    if not turns.room(tx, known.host, per_host, now).admits(known.endpoint, standing):
+    room = turns.room(tx, known.host, per_host, now)
+    if not room.admits(known.endpoint, standing):
         return None
-    return _delivery(tx.execute(_claim, {"delivery_id": known.id, "now": now, "until": leased_until}).first())
+    return _delivery(tx.execute(_claim, {
+        "delivery_id": known.id, "now": now, "until": room.lease(leased_until)}).first())
 
 
 def restage(tx: Connection, delivery_id: str, not_before: datetime, now: datetime) -> None:
@@ -205,9 +207,10 @@ def _held(tx: Connection, delivery_id: str) -> Delivery | None:
 
 _record = update(deliveries).where(
     deliveries.c.id == bindparam("delivery_id"), deliveries.c.attempts == bindparam("held"),
-    guard(deliveries.c.state, states.SENDING),
+    deliveries.c.leased_until == bindparam("until"), guard(deliveries.c.state, states.SENDING),
 ).values(
-    state=bindparam("becomes"), next_attempt_at=bindparam("due"), finished_at=bindparam("ended"), leased_until=None,
+    state=bindparam("becomes"), attempts=bindparam("made"), next_attempt_at=bindparam("due"),
+    finished_at=bindparam("ended"), leased_until=None,
     last_response=func.coalesce(bindparam("code"), deliveries.c.last_response),
 ).returning(*_columns)
 
@@ -220,23 +223,16 @@ def record(
     None, and nothing written, when the attempt is no longer this sender's.
     """
     turns.hold(tx, held.host)
-    after = end(tx, held, tried, becomes, next_attempt_at, now)
+    ended = None if becomes in states.UNFINISHED_DELIVERIES else now
+    after = _delivery(tx.execute(_record, {
+        "delivery_id": held.id, "held": held.attempts, "until": held.leased_until, "becomes": becomes,
+        "made": tried.attempt, "due": next_attempt_at, "ended": ended, "code": tried.response_code}).first())
     if after is None:
         return None
     append(tx, tried)
     if next_attempt_at is not None:
         turns.stage(tx, held.id, next_attempt_at, now)
     return after
-
-
-def end(
-    tx: Connection, held: Delivery, tried: Attempt, becomes: str, next_attempt_at: datetime | None, now: datetime,
-) -> Delivery | None:
-    """As `record`, without the attempt's row and the next message. The caller holds the host."""
-    ended = None if becomes in states.UNFINISHED_DELIVERIES else now
-    return _delivery(tx.execute(_record, {
-        "delivery_id": held.id, "held": held.attempts, "becomes": becomes, "due": next_attempt_at, "ended": ended,
-        "code": tried.response_code}).first())
 
 
 _append = insert(delivery_attempts)

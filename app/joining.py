@@ -19,6 +19,7 @@ _waiting = (
     .outerjoin(endpoints, endpoints.c.id == deliveries.c.endpoint)
     .where(deliveries.c.id.in_(bindparam("ids", expanding=True)), deliveries.c.state == states.PENDING,
            deliveries.c.attempts == 0, deliveries.c.next_attempt_at <= bindparam("now"),
+           deliveries.c.next_attempt_at >= deliveries.c.created_at,  # not what is set apart (`slices`)
            or_(endpoints.c.paused_until.is_(None), endpoints.c.paused_until <= bindparam("now"))))
 _withdraw = delete(outbox_table).where(
     outbox_table.c.id.in_(bindparam("rows", expanding=True)), outbox_table.c.state == states.LEASED,

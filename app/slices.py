@@ -1,85 +1,184 @@
-"""Slices: whoever has ended an attempt well goes on in the same place with the next delivery of the same endpoint, for
-a moment. The transaction that records the one claims the other: no message, and no more attempts under way than before.
+"""Slices: whoever has ended attempts well goes on in the same place with the next deliveries of the same endpoint, for
+a moment. The transaction that records the ones reserves the others: no message, and no more attempts under way than
+before.
+
+What is reserved is `sending` under one lease, which names the place, and uses no attempt: that is counted when it is
+recorded. So of those whose sender dies before they are sent nothing is used up.
 """
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
-from datetime import datetime
+from datetime import datetime, timedelta
+from itertools import groupby
+from typing import Any
 
-from sqlalchemy import Connection, and_, bindparam, delete, or_, select, update
+from sqlalchemy import Connection, and_, bindparam, delete, exists, func, or_, select, update
 
-from app import clock, states, turns
-from app.deliveries import Delivery
+from app import clock, deliveries, states, turns
+from app.deliveries import Attempt, Delivery
 from app.jobs import Job
-from app.schema import deliveries, endpoints, jobs
+from app.schema import deliveries as table
+from app.schema import delivery_attempts, endpoints, guard, jobs
 from app.schema import outbox as outbox_table
 
 
 @dataclass(frozen=True)
 class Claimed:
-    """A delivery that is being sent, and the job whose end it tells."""
+    """A delivery that is being sent, the job whose end it tells, and which attempt it is. `due` is when it fell due, if
+    it is reserved: then its row does not count this attempt yet."""
 
     delivery: Delivery
     job: Job
+    attempt: int
+    due: datetime | None = None
 
 
+@dataclass(frozen=True)
+class Made:
+    """An attempt that was answered well, and not recorded yet."""
+
+    claimed: Claimed
+    tried: Attempt
+
+
+def claimed(held: Delivery, job: Job) -> Claimed:
+    """What was claimed by a message: its attempt is counted already."""
+    return Claimed(held, job, held.attempts)
+
+
+# --- reserving ---
+
+_ids: Any = bindparam("ids", expanding=True)
 _job_columns = [jobs.c[column.name] for column in fields(Job) if column.name != "as_of"]
-_delivery_columns = [deliveries.c[column.name] for column in fields(Delivery)]
-_message = and_(outbox_table.c.task == states.DELIVER_WEBHOOK, outbox_table.c.target_id == deliveries.c.id)
-# Not a retry that has a message: it may have to step back first (`tasks.spreading`).
+_delivery_columns = [table.c[column.name] for column in fields(Delivery)]
+_message = and_(outbox_table.c.task == states.DELIVER_WEBHOOK, outbox_table.c.target_id == table.c.id)
+_place = table.alias("place")
+_last_lease = select(func.max(_place.c.leased_until)).where(
+    _place.c.host == bindparam("to_host"), _place.c.state == states.SENDING).scalar_subquery()
+# Not a retry that has a message: it may have to step back first (`tasks.spreading`). Nor what is `set_apart`.
 _next = (
-    select(outbox_table.c.id, *_delivery_columns, *_job_columns)
-    .join(jobs, jobs.c.id == deliveries.c.job_id).join(endpoints, endpoints.c.id == deliveries.c.endpoint)
+    select(_last_lease, outbox_table.c.id, *_delivery_columns, *_job_columns)
+    .join(jobs, jobs.c.id == table.c.job_id).join(endpoints, endpoints.c.id == table.c.endpoint)
     .outerjoin(outbox_table, _message)
-    .where(deliveries.c.endpoint == bindparam("endpoint"), endpoints.c.standing == states.WELL,
-           deliveries.c.state == states.PENDING, deliveries.c.next_attempt_at <= bindparam("now"),
-           or_(deliveries.c.attempts == 0, outbox_table.c.id.is_(None)))
-    .order_by(deliveries.c.next_attempt_at).limit(bindparam("most")))
-_claim = update(deliveries).where(
-    deliveries.c.id == bindparam("delivery_id"), deliveries.c.state == states.PENDING,
-).values(state=states.SENDING, attempts=bindparam("made"), next_attempt_at=None, leased_until=bindparam("until"))
+    .where(table.c.endpoint == bindparam("endpoint"), endpoints.c.standing == states.WELL,
+           table.c.state == states.PENDING, table.c.next_attempt_at <= bindparam("now"),
+           table.c.next_attempt_at >= table.c.created_at,
+           or_(table.c.attempts == 0, outbox_table.c.id.is_(None)))
+    .order_by(table.c.next_attempt_at).limit(bindparam("most")))
+_reserve = update(table).where(table.c.id.in_(_ids), guard(table.c.state, states.PENDING)).values(
+    state=states.SENDING, next_attempt_at=None, leased_until=bindparam("until"))
 _settle = delete(outbox_table).where(outbox_table.c.id.in_(bindparam("rows", expanding=True)))
 
 
-def claim_next(tx: Connection, endpoint: str, most: int, now: datetime, leased_until: datetime) -> list[Claimed]:
-    """pending → sending: claims at most so many attempts of this endpoint, those that have been due longest, in the
-    places of as many that have ended just now. None when the endpoint is not well. The caller holds the host, and has
-    recorded those that ended."""
-    cut, found = 1 + len(_delivery_columns), []
-    for row in tx.execute(_next, {"endpoint": endpoint, "most": most, "now": now}).all():
-        known = Delivery(*row[1:cut])
-        found.append((row[0], Claimed(replace(
-            known, state=states.SENDING, attempts=known.attempts + 1, next_attempt_at=None,
-            leased_until=leased_until), Job(*row[cut:]))))
-    if found:
-        tx.execute(_claim, [
-            {"delivery_id": claimed.delivery.id, "made": claimed.delivery.attempts, "until": leased_until}
-            for _, claimed in found])
-    if rows := [row_id for row_id, _ in found if row_id is not None]:
-        tx.execute(_settle, {"rows": rows})
-    return [claimed for _, claimed in found]
+def reserve(
+    tx: Connection, endpoint: str, host: str, most: int, now: datetime, leased_until: datetime,
+) -> list[Claimed]:
+    """pending → sending: reserves at most so many deliveries of this endpoint, those that have been due longest, for
+    one place. None when the endpoint is not well. The caller holds the host, and has recorded what was in the place."""
+    asked = {"endpoint": endpoint, "to_host": host, "most": most, "now": now}
+    rows = tx.execute(_next, asked).all()
+    if not rows:
+        return []
+    until, cut = turns.lease_after(rows[0][0], leased_until), 2 + len(_delivery_columns)
+    found = [Claimed(
+        replace(known, state=states.SENDING, next_attempt_at=None, leased_until=until), Job(*row[cut:]),
+        known.attempts + 1, known.next_attempt_at) for row in rows for known in [Delivery(*row[2:cut])]]
+    tx.execute(_reserve, {"ids": [one.delivery.id for one in found], "until": until})
+    if messages := [row[1] for row in rows if row[1] is not None]:
+        tx.execute(_settle, {"rows": messages})
+    return found
 
 
-_touch = update(jobs).where(jobs.c.id.in_(bindparam("ids", expanding=True))).values(
+# --- recording ---
+
+_deliver = update(table).where(
+    table.c.id.in_(_ids), table.c.attempts == bindparam("held"), table.c.leased_until == bindparam("until"),
+    guard(table.c.state, states.SENDING),
+).values(
+    state=states.DELIVERED, attempts=bindparam("made"), last_response=bindparam("code"), finished_at=bindparam("now"),
+    leased_until=None).returning(table.c.id)
+_touch = update(jobs).where(jobs.c.id.in_(_ids)).values(
     version=jobs.c.version + 1).returning(jobs.c.id, jobs.c.version)
 
 
-def touch(tx: Connection, known: Sequence[Job]) -> dict[str, Job]:
+def record(tx: Connection, made: Sequence[Made], now: datetime) -> list[tuple[Job, Delivery]]:
+    """sending → delivered, with the rows of these attempts, of those that are still their sender's. Returns their jobs,
+    and them, as they are now. The caller holds the host."""
+    ours: set[str] = set()
+    for (held, until, number, code), alike in groupby(sorted(made, key=_order), key=_key):
+        ours.update(tx.execute(_deliver, {
+            "ids": [one.tried.delivery_id for one in alike], "held": held, "until": until, "made": number,
+            "code": code, "now": now}).scalars())
+    kept = [one for one in made if one.tried.delivery_id in ours]
+    if not kept:
+        return []
+    deliveries.append(tx, *(one.tried for one in kept))
+    told = _touched(tx, [one.claimed.job for one in kept])
+    return [(told[one.claimed.job.id], replace(
+        one.claimed.delivery, state=states.DELIVERED, attempts=one.tried.attempt, next_attempt_at=None,
+        leased_until=None, last_response=one.tried.response_code, finished_at=now)) for one in kept]
+
+
+def _key(one: Made) -> tuple[Any, ...]:
+    held = one.claimed.delivery
+    return held.attempts, held.leased_until, one.tried.attempt, one.tried.response_code
+
+
+def _order(one: Made) -> tuple[Any, ...]:
+    return tuple(map(str, _key(one)))
+
+
+def _touched(tx: Connection, known: Sequence[Job]) -> dict[str, Job]:
     """As `jobs.touch`, for jobs that are final, of which nothing else changes; by their ids."""
     versions = {job_id: version for job_id, version in tx.execute(_touch, {"ids": [job.id for job in known]})}
     now = clock.now()
     return {job.id: replace(job, version=versions[job.id], as_of=now) for job in known}
 
 
-_release = update(deliveries).where(
-    deliveries.c.id == bindparam("delivery_id"), deliveries.c.attempts == bindparam("held"),
-    deliveries.c.state == states.SENDING,
-).values(state=states.PENDING, attempts=deliveries.c.attempts - 1, next_attempt_at=bindparam("due"), leased_until=None)
+# --- giving back ---
+
+_give_back = update(table).where(
+    table.c.id == bindparam("delivery_id"), table.c.attempts == bindparam("held"),
+    table.c.leased_until == bindparam("until"), guard(table.c.state, states.SENDING),
+).values(state=states.PENDING, next_attempt_at=bindparam("due"), leased_until=None)
 
 
-def release(tx: Connection, held: Delivery, not_before: datetime, now: datetime) -> None:
-    """sending → pending: nothing was sent, and no attempt is used; its message comes, but not before then."""
+def give_back(tx: Connection, reserved: Iterable[Claimed]) -> None:
+    """sending → pending, due as they were: they wait without a message. The caller holds the host, and stages whoever
+    goes on."""
+    if back := [_values(one.delivery, one.due) for one in reserved]:
+        tx.execute(_give_back, back)
+
+
+def put_off(tx: Connection, reserved: Claimed, until: datetime, now: datetime) -> None:
+    """sending → pending: it cannot be sent now; its message comes then."""
+    turns.hold(tx, reserved.delivery.host)
+    if tx.execute(_give_back, _values(reserved.delivery, until)).rowcount:
+        turns.stage(tx, reserved.delivery.id, until, now)
+
+
+def set_apart(tx: Connection, held: Delivery, now: datetime) -> bool:
+    """sending → pending, of a delivery that was reserved and whose sender has died: its message comes now, and it goes
+    alone, so that what may have killed its sender is counted the next time. It is known by being due since before it
+    was made, which nothing else is. False when it has moved meanwhile."""
     turns.hold(tx, held.host)
-    if tx.execute(_release, {"delivery_id": held.id, "held": held.attempts, "due": not_before}).rowcount:
-        turns.stage(tx, held.id, not_before, now)
+    gone = tx.execute(_give_back, _values(held, held.created_at - timedelta(microseconds=1))).rowcount == 1
+    if gone:
+        turns.stage(tx, held.id, now, now)
+    return gone
+
+
+def _values(held: Delivery, due: datetime | None) -> dict[str, Any]:
+    return {"delivery_id": held.id, "held": held.attempts, "until": held.leased_until, "due": due}
+
+
+_has_row = select(exists().where(
+    delivery_attempts.c.delivery_id == bindparam("delivery_id"), delivery_attempts.c.attempt == bindparam("number")))
+
+
+def is_reserved(view: Connection, held: Delivery) -> bool:
+    """Whether a delivery that is being sent does not count this attempt yet: the one that it has counted last is over.
+    """
+    return held.attempts == 0 or bool(
+        view.execute(_has_row, {"delivery_id": held.id, "number": held.attempts}).scalar_one())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import Any
 
 from sqlalchemy import Connection, and_, bindparam, exists, or_, select, text
@@ -26,11 +26,13 @@ def hold(tx: Connection, host: str) -> None:
 
 @dataclass
 class Room:
-    """What is under way to one host, and what may begin beside it."""
+    """What is under way to one host, and what may begin beside it. Deliveries of one lease are made one after the
+    other, in one place."""
 
     per_host: int
-    sending: Counter[str] = field(default_factory=Counter)  # by endpoint
+    sending: Counter[str] = field(default_factory=Counter)  # places, by endpoint
     not_well: int = 0
+    last_lease: datetime | None = None
 
     def admits(self, endpoint: str, standing: str | None) -> bool:
         """Whether one more attempt may begin. Endpoints that are not well leave one place to those that are, if there
@@ -44,9 +46,18 @@ class Room:
         self.sending[endpoint] += 1
         self.not_well += standing != states.WELL
 
+    def lease(self, until: datetime) -> datetime:
+        """A lease for one more place, which no other place has."""
+        return lease_after(self.last_lease, until)
+
+
+def lease_after(last: datetime | None, until: datetime) -> datetime:
+    """A lease until then, or a moment later: after the last one of the same host, so that it tells a place."""
+    return until if last is None else max(until, last + timedelta(microseconds=1))
+
 
 _under_way = (
-    select(deliveries.c.endpoint, endpoints.c.standing)
+    select(deliveries.c.endpoint, endpoints.c.standing, deliveries.c.leased_until)
     .outerjoin(endpoints, endpoints.c.id == deliveries.c.endpoint)
     .where(deliveries.c.host == bindparam("to_host"), deliveries.c.state == states.SENDING,
            deliveries.c.leased_until > bindparam("now")))
@@ -54,8 +65,9 @@ _under_way = (
 
 def room(tx: Connection, host: str, per_host: int, now: datetime) -> Room:
     """What this host has room for. The caller holds the host."""
-    found = Room(per_host)
-    for endpoint, standing in tx.execute(_under_way, {"to_host": host, "now": now}):
+    places = {tuple(row) for row in tx.execute(_under_way, {"to_host": host, "now": now})}
+    found = Room(per_host, last_lease=max((leased_until for *_, leased_until in places), default=None))
+    for endpoint, standing, _ in places:
         found.begin(endpoint, standing)
     return found
 

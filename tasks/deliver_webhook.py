@@ -5,24 +5,29 @@ import json
 import logging
 import random
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime, timedelta
+from typing import TypeVar
 
 from sqlalchemy import Connection
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
-from app import backoff, circuits, clock, db, deliveries, excerpts, jobs, logs, metrics, signing, states, status, turns
+from app import (
+    backoff, circuits, clock, db, deliveries, excerpts, jobs, logs, metrics, signing, slices, states, status, turns,
+)
 from app.circuits import Circuit
 from app.clock import isoformat
 from app.config import settings
 from app.deliveries import Attempt, Delivery
 from app.errors import EndpointRefused
 from app.jobs import Job
-from app.slices import Claimed
+from app.slices import Claimed, Made
 from tasks import celery, egress, going_on, signature, spreading, threads
 from tasks.egress import Answer, Unanswered
+from tasks.going_on import Batch, Recorded
 
 log = logging.getLogger("uketsuke.deliver")
 
@@ -32,6 +37,7 @@ _LEASE_MARGIN_SECONDS = 15.0  # beyond the attempt's own deadline: connecting an
 _STEP_BACK_SECONDS = 1.0  # a delivery that the courier has no thread for comes back so much later
 
 Post = Callable[[str, bytes, dict[str, str], float], Answer]
+Outcome = TypeVar("Outcome")
 
 
 @dataclass(frozen=True)
@@ -43,6 +49,9 @@ class Ending:
     answered: bool | None = None
 
 
+_Failed = tuple[Claimed, Attempt, Ending]
+
+
 @celery.task("tasks.deliver_webhook")
 def deliver_webhook(delivery_id: str) -> None:
     """Makes the next attempt of this delivery, unless it is not due or somebody else makes it; then, for a moment,
@@ -52,7 +61,7 @@ def deliver_webhook(delivery_id: str) -> None:
 
 def run(delivery_id: str, post: Post = egress.post, now: Callable[[], datetime] = clock.now) -> list[Delivery]:
     """As `run_once`; and as long as the endpoint answers well, and until its slice is over, it goes on with the
-    next, which is claimed as the last one is recorded. Returns the deliveries as it left them."""
+    next, which are reserved as the last ones are recorded. Returns the deliveries as it left them."""
     return _run(delivery_id, post, now, time.monotonic() + going_on.SECONDS)
 
 
@@ -69,46 +78,75 @@ def _run(delivery_id: str, post: Post, now: Callable[[], datetime], until: float
         return []
     with threads.one(known.expected) as granted:
         held = _claim(known, granted, now())
-        return [] if held is None else _attempt_all(Claimed(held, known.job), post, now, until)
+        return [] if held is None else _attempt_all(slices.claimed(held, known.job), post, now, until)
 
 
 def _attempt_all(first: Claimed, post: Post, now: Callable[[], datetime], until: float) -> list[Delivery]:
     """The attempt that is claimed, and those that follow it until then (`time.monotonic`)."""
-    made: list[Delivery] = []
-    going: Claimed | None = first
-    while going is not None:
-        logs.concern(job_id=going.job.id, delivery_id=going.delivery.id)
-        after, going = _attempt(going, post, now, until, begins=not made)
-        made += [] if after is None else [after]
-    return made
+    ended: list[Delivery] = []
+    batch = Batch(deque([first]), until, begins=True)
+    while batch.left:
+        after, batch = _attempt_batch(batch, post, now, until)
+        ended += after
+    return ended
 
 
-def _attempt(
-    claimed: Claimed, post: Post, now: Callable[[], datetime], until: float, begins: bool,
-) -> tuple[Delivery | None, Claimed | None]:
-    held = claimed.delivery
-    tried, retry_after, refused = _act(held, claimed.job, post, now)
-    ending = decide(held, tried, retry_after, refused, random.random(), now())
-    after, following = _record(claimed, tried, ending, now, time.monotonic() < until, begins)
+def _attempt_batch(
+    batch: Batch, post: Post, now: Callable[[], datetime], until: float,
+) -> tuple[list[Delivery], Batch]:
+    """Makes one attempt after the other, up to the first that is not answered well; returns how they ended, and what is
+    to be made now. Whatever happens, what was answered is recorded, and what was not sent is given back."""
+    failed: _Failed | None = None
+    goes_on = None
+    try:
+        with going_on.watched(batch, lambda apart: _settle(apart, None, True, now)):
+            while failed is None and (going := batch.next()) is not None:
+                failed = _attempt(going, batch, post, now)
+        goes_on = until if failed is None else None
+    finally:
+        done = _settle(batch, goes_on, failed is None, now)
+    after = done.ended + ([] if failed is None else _record(*failed, now))
+    return after, going_on.batch_of(done.following, until)
+
+
+def _attempt(claimed: Claimed, batch: Batch, post: Post, now: Callable[[], datetime]) -> _Failed | None:
+    logs.concern(job_id=claimed.job.id, delivery_id=claimed.delivery.id)
+    tried, retry_after, refused = _act(claimed, post, now)
+    ending = decide(claimed.delivery, tried, retry_after, refused, random.random(), now())
+    if ending.becomes != states.DELIVERED:
+        return claimed, tried, ending
+    batch.add(Made(claimed, tried))
+    return None
+
+
+def _settle(batch: Batch, until: float | None, stages: bool, now: Callable[[], datetime]) -> Recorded:
+    done = _written(lambda: going_on.record(batch, until, stages, now(), _lease()))
+    recorded = {delivery.id for delivery in done.ended}
+    for made in batch.made:
+        _say(made.claimed, made.tried, states.DELIVERED, made.tried.delivery_id in recorded)
+    return done
+
+
+def _record(claimed: Claimed, tried: Attempt, ending: Ending, now: Callable[[], datetime]) -> list[Delivery]:
+    after = _written(lambda: record(claimed.delivery, tried, ending, now()))
+    _say(claimed, tried, ending.becomes, after is not None)
+    return [] if after is None else [after]
+
+
+def _say(claimed: Claimed, tried: Attempt, becomes: str, recorded: bool) -> None:
     log.info("delivery attempted", extra={
-        "job_id": claimed.job.id, "webhook_id": held.id, "attempt": held.attempts, "state": ending.becomes,
-        "response_code": tried.response_code, "error": _without_details(tried.error), "recorded": after is not None})
-    return after, following
+        "job_id": claimed.job.id, "delivery_id": tried.delivery_id, "webhook_id": tried.delivery_id,
+        "attempt": tried.attempt, "state": becomes, "response_code": tried.response_code,
+        "error": _without_details(tried.error), "recorded": recorded})
 
 
-def _record(
-    claimed: Claimed, tried: Attempt, ending: Ending, now: Callable[[], datetime], goes_on: bool, begins: bool,
-) -> tuple[Delivery | None, Claimed | None]:
-    """As `record`, and what is to be sent next if it goes on; a database that is away is asked again for as long as the
-    lease could stand, so that an answer that came is not forgotten."""
+def _written(write: Callable[[], Outcome]) -> Outcome:
+    """What came of writing how attempts ended; a database that is away is asked again for as long as the lease could
+    stand, so that an answer that came is not forgotten."""
     give_up = time.monotonic() + _LEASE_MARGIN_SECONDS
     while True:
         try:
-            if goes_on and ending.becomes == states.DELIVERED:
-                ended = going_on.Ended(claimed, tried, begins, now(), _lease())
-                going_on.record(ended)
-                return ended.after, ended.following
-            return record(claimed.delivery, tried, ending, now()), None
+            return write()
         except (DBAPIError, PoolTimeout) as error:
             if not db.is_away(error) or time.monotonic() > give_up:
                 raise  # the lease runs out, and the rescue ends the attempt
@@ -188,11 +226,9 @@ def body_of(job: Job) -> bytes:
         ensure_ascii=False, allow_nan=False).encode()  # as GET /jobs/<id> writes it, to the byte
 
 
-def _act(
-    held: Delivery, job: Job, post: Post, now: Callable[[], datetime],
-) -> tuple[Attempt, float | None, bool]:
-    began, began_at = time.monotonic(), now()
-    body = body_of(job)
+def _act(claimed: Claimed, post: Post, now: Callable[[], datetime]) -> tuple[Attempt, float | None, bool]:
+    held, began, began_at = claimed.delivery, time.monotonic(), now()
+    body = body_of(claimed.job)
     headers = signature.headers(held.id, began_at, body, signing.callback_secrets())
     code, error, excerpt, retry_after, refused = None, None, None, None, False
     try:
@@ -204,7 +240,7 @@ def _act(
     else:
         code, excerpt = answer.code, excerpts.of(answer.excerpt, answer.content_encoding)
         retry_after = backoff.retry_after_seconds(answer.retry_after) if code in (429, 503) else None
-    tried = Attempt(held.id, held.attempts, began_at, code, error, time.monotonic() - began, excerpt)
+    tried = Attempt(held.id, claimed.attempt, began_at, code, error, time.monotonic() - began, excerpt)
     return tried, retry_after, refused
 
 
@@ -221,7 +257,7 @@ def decide(
             return Ending(states.DELIVERED, None, answered=True)
         if code in PERMANENT:
             return Ending(states.GONE if code == 410 else states.EXHAUSTED, None, answered=True)
-    due = backoff.next_delivery_at(settings().callback_schedule_seconds, held.attempts, chance, retry_after, now)
+    due = backoff.next_delivery_at(settings().callback_schedule_seconds, tried.attempt, chance, retry_after, now)
     return Ending(states.EXHAUSTED if due is None else states.PENDING, due, answered=False)
 
 

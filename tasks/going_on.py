@@ -1,107 +1,152 @@
-"""Going on: an attempt that was answered well is recorded, and the next of its endpoint is claimed in its place; for
-several threads at once, in one transaction and one round trip to the view."""
+"""Going on: a thread whose callback was answered well goes on in the same place with the next of the same endpoint,
+several at a time: it makes them one after the other, then one transaction records them all and reserves the next."""
 from __future__ import annotations
 
-import functools
+import contextlib
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 
-from sqlalchemy import Connection
-
-from app import backoff, circuits, db, deliveries, metrics, slices, states, status, turns
+from app import backoff, circuits, db, metrics, slices, states, status, turns
 from app.config import settings
-from app.deliveries import Attempt, Delivery
+from app.deliveries import Delivery
 from app.jobs import Job
-from app.group_commit import GroupCommit
-from app.slices import Claimed
+from app.slices import Claimed, Made
+from tasks import deadlines
 
 # How long a thread goes on with an endpoint before whoever is in turn gets its place: much less than one answer may
 # take that is not slow, and long enough that the message which begins a slice costs little.
 SECONDS = 0.25
+# What is answered is recorded so much later at most, or when one answer has taken longer: a courier that is killed
+# repeats no more than that.
+BATCH_SECONDS = 0.05
+MOST = 16  # then recording costs less than sending
+_OVERRUN = 2  # so many times as long as was planned, and what is left of a batch is given back
 _STEP_BACK_SECONDS = 1.0  # what cannot be sent now comes back so much later
 
 
+@dataclass
+class Batch:
+    """Deliveries that one thread makes in one place, one after the other. `begins`: it is the first of a slice, which
+    came by a message; all others are reserved, to be made by `until` (`time.monotonic`)."""
+
+    left: deque[Claimed]
+    until: float
+    begins: bool = False
+    made: list[Made] = field(default_factory=list)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def next(self) -> Claimed | None:
+        """What is to be sent now, if anything is."""
+        with self._lock:
+            return self.left.popleft() if self.left and (self.begins or time.monotonic() < self.until) else None
+
+    def add(self, made: Made) -> None:
+        """What was sent has been answered well."""
+        with self._lock:
+            self.made.append(made)
+
+    def split(self) -> Batch:
+        """Takes out everything but what is being sent now."""
+        with self._lock:
+            apart = Batch(self.left, self.until, made=self.made)
+            self.left, self.made = deque(), []
+        return apart
+
+
 @dataclass(eq=False)
-class Ended:
-    """An attempt that was answered well, by the clock of whoever made it. `begins`: it is the first of its slice. Once
-    it is recorded: `after`, the delivery as that left it, or None when the attempt was no longer this sender's; and
-    `following`, what is to be sent now, if anything is."""
+class _Watched:
+    """A batch whose time may be over while it waits for one answer."""
 
-    claimed: Claimed
-    tried: Attempt
-    begins: bool
-    now: datetime
-    lease: timedelta
-    after: Delivery | None = None
-    told: Job | None = None
-    following: Claimed | None = None
-    wakes: bool = False
+    batch: Batch
+    settle: Callable[[Batch], object]
+
+    def shut(self) -> None:
+        # In a thread of its own: whoever watches all deadlines waits for no database.
+        apart = self.batch.split()
+        threading.Thread(target=self.settle, args=(apart,), name="behind a slow answer").start()
 
 
-def record(ended: Ended) -> None:
-    """Writes how the attempt ended, perhaps with others to its endpoint that end at the same time, and shows it."""
-    _of(ended.claimed.delivery.endpoint).commit(ended)
-
-
-@functools.lru_cache(maxsize=256)  # more endpoints than threads, and one that is forgotten in use commits by itself
-def _of(endpoint: str) -> GroupCommit[Ended]:
-    return GroupCommit(_write, _show)
-
-
-def _write(tx: Connection, together: Sequence[Ended]) -> None:
-    first = together[0]
-    endpoint, host = first.claimed.delivery.endpoint, first.claimed.delivery.host
-    ours = _record(tx, together)
-    if not ours:
+@contextlib.contextmanager
+def watched(batch: Batch, settle: Callable[[Batch], object]) -> Iterator[None]:
+    """For the block: when the time of the batch is over, what one slow answer holds up, which is what was answered
+    before it and what waits behind it, is given to `settle`."""
+    if batch.begins:
+        yield  # nothing is behind it
         return
-    longest = max(ended.tried.duration_seconds for ended in ours)
-    circuits.note(tx, endpoint, host, True, longest, random.random(), first.now)
-    following = slices.claim_next(tx, endpoint, len(ours), first.now, first.now + first.lease)
-    if len(following) < len(ours) or any(ended.begins for ended in ours):
-        ours[0].wakes = turns.stage_next(tx, host, settings().callback_per_host, first.now)
-    told = slices.touch(tx, [ended.claimed.job for ended in ours])
-    for ended in ours:
-        ended.told = told[ended.claimed.job.id]
-    for ended, claimed in zip(ours, following):
-        ended.following = claimed
+    watch = _Watched(batch, settle)
+    deadlines.add(watch, max(0.0, batch.until - time.monotonic()))
+    try:
+        yield
+    finally:
+        deadlines.remove(watch)
 
 
-def _show(together: Sequence[Ended]) -> None:
-    ours = [ended for ended in together if ended.after is not None]
-    going = [ended for ended in ours if ended.following is not None]
-    for ended in ours:
-        metrics.delivered(states.DELIVERED, ended.tried.duration_seconds or None)
-    shown = status.write_all([
-        *((ended.told, ended.after) for ended in ours if ended.told is not None),
-        *((ended.following.job, ended.following.delivery) for ended in going if ended.following is not None)],
-        wake=any(ended.wakes for ended in ours))
-    for ended, is_shown in zip(going, shown[len(ours):]):
-        if ended.following is not None and not _may_be_sent(ended.following, is_shown, ended.now):
-            ended.following = None
+@dataclass(frozen=True)
+class Recorded:
+    """The deliveries as they were left, and what is to be sent now."""
+
+    ended: list[Delivery]
+    following: list[Claimed]
 
 
-def _record(tx: Connection, together: Sequence[Ended]) -> list[Ended]:
-    """Those that were still their senders'."""
-    turns.hold(tx, together[0].claimed.delivery.host)
-    for ended in together:
-        ended.wakes, ended.following = False, None  # it may have been written before, in vain
-        ended.after = deliveries.end(tx, ended.claimed.delivery, ended.tried, states.DELIVERED, None, ended.now)
-    ours = [ended for ended in together if ended.after is not None]
-    if ours:
-        deliveries.append(tx, *(ended.tried for ended in ours))
-    return ours
-
-
-def _may_be_sent(claimed: Claimed, shown: bool, now: datetime) -> bool:
-    """Whether whoever is called back reads the final state; otherwise it steps back, and has used no attempt."""
-    if shown or has_been_forgotten(claimed.job, now):
-        return True
-    later = now + timedelta(seconds=backoff.jittered(_STEP_BACK_SECONDS, random.random()))
+def record(batch: Batch, until: float | None, stages: bool, now: datetime, lease: timedelta) -> Recorded:
+    """Writes what a batch has made, gives back what it has not, and shows all of it. Unless `until` is over
+    (`time.monotonic`; None: there is nothing more to make), the next are reserved in its place. `stages`: whoever is in
+    turn gets the place, unless another end does that."""
+    if not batch.made and not batch.left:
+        return Recorded([], [])
+    first = batch.made[0].claimed if batch.made else batch.left[0]
+    host, endpoint = first.delivery.host, first.delivery.endpoint
+    wakes, following = False, list[Claimed]()
     with db.transaction() as tx:
-        slices.release(tx, claimed.delivery, later, now)
-    return False
+        turns.hold(tx, host)
+        ended = slices.record(tx, batch.made, now)
+        slices.give_back(tx, batch.left)
+        ours = bool(batch.made) and len(ended) == len(batch.made)
+        if ended:
+            longest = max(made.tried.duration_seconds for made in batch.made)
+            circuits.note(tx, endpoint, host, True, longest, random.random(), now)
+        if ours and until is not None and (most := _how_many(batch.made, until)):
+            following = slices.reserve(tx, endpoint, host, most, now, now + lease)
+        if stages and (ours or not batch.made) and (batch.begins or not following):
+            wakes = turns.stage_next(tx, host, settings().callback_per_host, now)
+    for made in batch.made:
+        metrics.delivered(states.DELIVERED, made.tried.duration_seconds or None)
+    return Recorded([delivery for _, delivery in ended], _show(ended, following, wakes, now))
+
+
+def _how_many(made: Sequence[Made], until: float) -> int:
+    """As many as an endpoint takes in BATCH_SECONDS that is as quick as it was, and in what is left of the slice."""
+    each = sum(one.tried.duration_seconds for one in made) / len(made)
+    seconds = until - time.monotonic()
+    if seconds <= 0:
+        return 0
+    return min(MOST, max(1, int(min(BATCH_SECONDS, seconds) / max(each, 0.0001))))
+
+
+def batch_of(following: Sequence[Claimed], until: float) -> Batch:
+    """What was reserved, as it is to be made in a slice that lasts until then."""
+    return Batch(deque(following), min(until, time.monotonic() + BATCH_SECONDS * _OVERRUN))
+
+
+def _show(
+    ended: list[tuple[Job, Delivery]], following: list[Claimed], wakes: bool, now: datetime,
+) -> list[Claimed]:
+    """Those that may be sent: whoever is called back reads the final state. The others step back."""
+    shown = status.write_all([*ended, *((one.job, one.delivery) for one in following)], wake=wakes)
+    may = [one for one, is_shown in zip(following, shown[len(ended):]) if is_shown or has_been_forgotten(one.job, now)]
+    if len(may) < len(following):
+        later = now + timedelta(seconds=backoff.jittered(_STEP_BACK_SECONDS, random.random()))
+        with db.transaction() as tx:
+            for one in following:
+                if one not in may:
+                    slices.put_off(tx, one, later, now)
+    return may
 
 
 def has_been_forgotten(job: Job, now: datetime) -> bool:

@@ -9,7 +9,7 @@ from datetime import datetime, timedelta
 from redis.exceptions import RedisError
 from sqlalchemy import Connection
 
-from app import backoff, circuits, clock, db, deliveries, jobs, metrics, outbox, presence, states, status, turns
+from app import backoff, circuits, clock, db, deliveries, jobs, metrics, outbox, presence, slices, states, status, turns
 from app.config import settings
 from app.deliveries import Attempt, Delivery
 from app.jobs import Job
@@ -85,7 +85,19 @@ def _end_attempt(tx: Connection, job: Job, now: datetime) -> Job | None:
 def _rescue_deliveries(now: datetime) -> int:
     with db.reading() as view:
         stalled = deliveries.stalled(view, now)
-    return sum(_end_try(delivery, now) for delivery in stalled)
+        reserved = {delivery.id for delivery in stalled if slices.is_reserved(view, delivery)}
+    return sum((_set_apart if delivery.id in reserved else _end_try)(delivery, now) for delivery in stalled)
+
+
+def _set_apart(delivery: Delivery, now: datetime) -> bool:
+    """What was only reserved has used no attempt, whether it was sent or not."""
+    with db.transaction() as tx:
+        moved = slices.set_apart(tx, delivery, now)
+    if moved:
+        metrics.rescued("delivery")
+        log.warning("stalled delivery was reserved, its attempt is made again", extra={
+            "job_id": delivery.job_id, "webhook_id": delivery.id, "attempt": delivery.attempts + 1})
+    return moved
 
 
 def _end_try(delivery: Delivery, now: datetime) -> bool:

@@ -74,8 +74,10 @@ ACTS: dict[str, Callable[[Flow, str, Reached], None]] = {
 
 
 def _go_on(flow: Flow, target: str, reached: Reached) -> None:
-    going_on.SECONDS = 60.0
-    deliver_webhook.run(target, post=_between("POST", egress.post, reached))
+    going_on.SECONDS = going_on.BATCH_SECONDS = 60.0
+    numbers = itertools.count(1)
+    deliver_webhook.run(
+        target, post=lambda *arguments: _between(f"POST {next(numbers)}", egress.post, reached)(*arguments))
 
 
 def _cancel(flow: Flow, target: str, reached: Reached) -> None:
