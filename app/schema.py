@@ -185,7 +185,7 @@ outbox = Table(
     sqlite_autoincrement=True,
 )
 
-# One callback of one job. `attempts` is the fence of a sender, as `attempt` is that of a worker.
+# One callback of one job. `attempts` and `leased_until` are the fence of a sender, as `attempt` is that of a worker.
 deliveries = Table(
     "deliveries", metadata,
     Column("id", String(64), primary_key=True),  # the webhook-id
