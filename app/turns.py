@@ -116,6 +116,14 @@ def next_up(tx: Connection, host: str, per_host: int, now: datetime) -> list[str
     return chosen
 
 
+def is_next(tx: Connection, endpoint: str, host: str, per_host: int, now: datetime) -> bool:
+    """Whether whoever is in turn at this host is of this endpoint. The caller holds the host."""
+    found = next_up(tx, host, per_host, now)
+    return bool(found) and tx.execute(_others, {"ids": found, "endpoint": endpoint}).first() is None
+
+
+_others = select(deliveries.c.id).where(
+    deliveries.c.id.in_(bindparam("ids", expanding=True)), deliveries.c.endpoint != bindparam("endpoint"))
 _earlier = exists().where(
     _other.c.endpoint == deliveries.c.endpoint, _other.c.state == states.PENDING, or_(
         _other.c.next_attempt_at < deliveries.c.next_attempt_at,

@@ -86,14 +86,14 @@ def _attempt_all(first: Claimed, post: Post, now: Callable[[], datetime], until:
     ended: list[Delivery] = []
     batch = Batch(deque([first]), until, begins=True)
     while batch.left:
-        after, batch = _attempt_batch(batch, post, now, until)
+        after, batch, until = _attempt_batch(batch, post, now, until)
         ended += after
     return ended
 
 
 def _attempt_batch(
     batch: Batch, post: Post, now: Callable[[], datetime], until: float,
-) -> tuple[list[Delivery], Batch]:
+) -> tuple[list[Delivery], Batch, float]:
     """Makes one attempt after the other, up to the first that is not answered well; returns how they ended, and what is
     to be made now. Whatever happens, what was answered is recorded, and what was not sent is given back."""
     failed: _Failed | None = None
@@ -106,7 +106,7 @@ def _attempt_batch(
     finally:
         done = _settle(batch, goes_on, failed is None, now)
     after = done.ended + ([] if failed is None else _record(*failed, now))
-    return after, going_on.batch_of(done.following, until)
+    return after, going_on.batch_of(done.following, done.until), done.until
 
 
 def _attempt(claimed: Claimed, batch: Batch, post: Post, now: Callable[[], datetime]) -> _Failed | None:

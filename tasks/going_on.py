@@ -11,12 +11,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 
+from celery import signals
+
 from app import backoff, circuits, db, metrics, slices, states, status, turns
 from app.config import settings
 from app.deliveries import Delivery
 from app.jobs import Job
 from app.slices import Claimed, Made
-from tasks import deadlines
+from tasks import deadlines, threads
 
 # How long a thread goes on with an endpoint before whoever is in turn gets its place: much less than one answer may
 # take that is not slow, and long enough that the message which begins a slice costs little.
@@ -88,10 +90,19 @@ def watched(batch: Batch, settle: Callable[[Batch], object]) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Recorded:
-    """The deliveries as they were left, and what is to be sent now."""
+    """The deliveries as they were left, what is to be sent now, and until when its slice lasts (`time.monotonic`)."""
 
     ended: list[Delivery]
     following: list[Claimed]
+    until: float = 0.0
+
+
+_stopping = threading.Event()
+
+
+@signals.worker_shutting_down.connect
+def _stop(**_: object) -> None:
+    _stopping.set()
 
 
 def record(batch: Batch, until: float | None, stages: bool, now: datetime, lease: timedelta) -> Recorded:
@@ -101,8 +112,8 @@ def record(batch: Batch, until: float | None, stages: bool, now: datetime, lease
     if not batch.made and not batch.left:
         return Recorded([], [])
     first = batch.made[0].claimed if batch.made else batch.left[0]
-    host, endpoint = first.delivery.host, first.delivery.endpoint
-    wakes, following = False, list[Claimed]()
+    host, endpoint, per_host = first.delivery.host, first.delivery.endpoint, settings().callback_per_host
+    wakes, begins, following = False, batch.begins, list[Claimed]()
     with db.transaction() as tx:
         turns.hold(tx, host)
         ended = slices.record(tx, batch.made, now)
@@ -111,22 +122,31 @@ def record(batch: Batch, until: float | None, stages: bool, now: datetime, lease
         if ended:
             longest = max(made.tried.duration_seconds for made in batch.made)
             circuits.note(tx, endpoint, host, True, longest, random.random(), now)
-        if ours and until is not None and (most := _how_many(batch.made, until)):
-            following = slices.reserve(tx, endpoint, host, most, now, now + lease)
-        if stages and (ours or not batch.made) and (batch.begins or not following):
-            wakes = turns.stage_next(tx, host, settings().callback_per_host, now)
+        if ours and until is not None:
+            over = until - time.monotonic() < BATCH_SECONDS
+            if over and _may_stay() and turns.is_next(tx, endpoint, host, per_host, now):
+                until, begins = time.monotonic() + SECONDS, True
+            if most := _how_many(batch.made, until):
+                following = slices.reserve(tx, endpoint, host, most, now, now + lease)
+        if stages and (ours or not batch.made) and (begins or not following):
+            wakes = turns.stage_next(tx, host, per_host, now)
     for made in batch.made:
         metrics.delivered(states.DELIVERED, made.tried.duration_seconds or None)
-    return Recorded([delivery for _, delivery in ended], _show(ended, following, wakes, now))
+    return Recorded([delivery for _, delivery in ended], _show(ended, following, wakes, now), until or 0.0)
+
+
+def _may_stay() -> bool:
+    """Whether nobody needs this thread: then, if nobody needs the place either, one slice follows the other."""
+    return threads.are_free() and not _stopping.is_set()
 
 
 def _how_many(made: Sequence[Made], until: float) -> int:
-    """As many as an endpoint takes in BATCH_SECONDS that is as quick as it was, and in what is left of the slice."""
+    """As many as an endpoint takes in BATCH_SECONDS that is as quick as it was; none when that is longer than what is
+    left of the slice."""
     each = sum(one.tried.duration_seconds for one in made) / len(made)
-    seconds = until - time.monotonic()
-    if seconds <= 0:
+    if until - time.monotonic() < min(BATCH_SECONDS, SECONDS):
         return 0
-    return min(MOST, max(1, int(min(BATCH_SECONDS, seconds) / max(each, 0.0001))))
+    return min(MOST, max(1, int(BATCH_SECONDS / max(each, 0.0001))))
 
 
 def batch_of(following: Sequence[Claimed], until: float) -> Batch:

@@ -34,6 +34,11 @@ def one(standing: str | None) -> Iterator[bool]:
                 _taken[share] -= granted
 
 
+def are_free() -> bool:
+    """Whether less than half of them are held, so that nobody waits for one."""
+    return _taken["all"] < _most("all") // 2
+
+
 def _most(share: str) -> int:
     threads = settings().courier_concurrency - FOR_THE_RELAY
     return max(1, threads // {"all": 1, "not well": 2, "failing": 4}[share])
