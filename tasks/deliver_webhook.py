@@ -69,10 +69,10 @@ def run_once(
     delivery_id: str, post: Post = egress.post, now: Callable[[], datetime] = clock.now,
 ) -> Delivery | None:
     """Prepares, acts, records; returns the delivery as it left it, None when there was nothing to claim."""
-    return next(iter(_run(delivery_id, post, now, until=0.0)), None)
+    return next(iter(_run(delivery_id, post, now, until=None)), None)
 
 
-def _run(delivery_id: str, post: Post, now: Callable[[], datetime], until: float) -> list[Delivery]:
+def _run(delivery_id: str, post: Post, now: Callable[[], datetime], until: float | None) -> list[Delivery]:
     known = _look(delivery_id, now())
     if known is None:
         return []
@@ -81,10 +81,10 @@ def _run(delivery_id: str, post: Post, now: Callable[[], datetime], until: float
         return [] if held is None else _attempt_all(slices.claimed(held, known.job), post, now, until)
 
 
-def _attempt_all(first: Claimed, post: Post, now: Callable[[], datetime], until: float) -> list[Delivery]:
-    """The attempt that is claimed, and those that follow it until then (`time.monotonic`)."""
+def _attempt_all(first: Claimed, post: Post, now: Callable[[], datetime], until: float | None) -> list[Delivery]:
+    """The attempt that is claimed, and those that follow it until then (`time.monotonic`; None: no others)."""
     ended: list[Delivery] = []
-    batch = Batch(deque([first]), until, begins=True)
+    batch = Batch(deque([first]), begins=True)
     while batch.left:
         after, batch, until = _attempt_batch(batch, post, now, until)
         ended += after
@@ -92,8 +92,8 @@ def _attempt_all(first: Claimed, post: Post, now: Callable[[], datetime], until:
 
 
 def _attempt_batch(
-    batch: Batch, post: Post, now: Callable[[], datetime], until: float,
-) -> tuple[list[Delivery], Batch, float]:
+    batch: Batch, post: Post, now: Callable[[], datetime], until: float | None,
+) -> tuple[list[Delivery], Batch, float | None]:
     """Makes one attempt after the other, up to the first that is not answered well; returns how they ended, and what is
     to be made now. Whatever happens, what was answered is recorded, and what was not sent is given back."""
     failed: _Failed | None = None
@@ -106,7 +106,7 @@ def _attempt_batch(
     finally:
         done = _settle(batch, goes_on, failed is None, now)
     after = done.ended + ([] if failed is None else _record(*failed, now))
-    return after, going_on.batch_of(done.following, done.until), done.until
+    return after, going_on.batch_of(done.following), done.until
 
 
 def _attempt(claimed: Claimed, batch: Batch, post: Post, now: Callable[[], datetime]) -> _Failed | None:

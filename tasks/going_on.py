@@ -37,7 +37,7 @@ class Batch:
     came by a message; all others are reserved, to be made by `until` (`time.monotonic`)."""
 
     left: deque[Claimed]
-    until: float
+    until: float = 0.0
     begins: bool = False
     made: list[Made] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -94,7 +94,7 @@ class Recorded:
 
     ended: list[Delivery]
     following: list[Claimed]
-    until: float = 0.0
+    until: float | None = None
 
 
 _stopping = threading.Event()
@@ -132,7 +132,7 @@ def record(batch: Batch, until: float | None, stages: bool, now: datetime, lease
             wakes = turns.stage_next(tx, host, per_host, now)
     for made in batch.made:
         metrics.delivered(states.DELIVERED, made.tried.duration_seconds or None)
-    return Recorded([delivery for _, delivery in ended], _show(ended, following, wakes, now), until or 0.0)
+    return Recorded([delivery for _, delivery in ended], _show(ended, following, wakes, now), until)
 
 
 def _may_stay() -> bool:
@@ -144,14 +144,14 @@ def _how_many(made: Sequence[Made], until: float) -> int:
     """As many as an endpoint takes in BATCH_SECONDS that is as quick as it was; none when that is longer than what is
     left of the slice."""
     each = sum(one.tried.duration_seconds for one in made) / len(made)
-    if until - time.monotonic() < min(BATCH_SECONDS, SECONDS):
+    if until - time.monotonic() < BATCH_SECONDS:
         return 0
     return min(MOST, max(1, int(BATCH_SECONDS / max(each, 0.0001))))
 
 
-def batch_of(following: Sequence[Claimed], until: float) -> Batch:
-    """What was reserved, as it is to be made in a slice that lasts until then."""
-    return Batch(deque(following), min(until, time.monotonic() + BATCH_SECONDS * _OVERRUN))
+def batch_of(following: Sequence[Claimed]) -> Batch:
+    """What was reserved, as it is to be made from now on."""
+    return Batch(deque(following), time.monotonic() + BATCH_SECONDS * _OVERRUN)
 
 
 def _show(

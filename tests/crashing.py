@@ -74,7 +74,7 @@ ACTS: dict[str, Callable[[Flow, str, Reached], None]] = {
 
 
 def _go_on(flow: Flow, target: str, reached: Reached) -> None:
-    going_on.SECONDS = going_on.BATCH_SECONDS = 60.0
+    going_on.SECONDS, going_on.BATCH_SECONDS = 600.0, 60.0
     numbers = itertools.count(1)
     deliver_webhook.run(
         target, post=lambda *arguments: _between(f"POST {next(numbers)}", egress.post, reached)(*arguments))

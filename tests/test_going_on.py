@@ -29,7 +29,7 @@ WELL = SICK
 
 @pytest.fixture(autouse=True)
 def long_slices(world: World, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(going_on, "SECONDS", 60.0)
+    monkeypatch.setattr(going_on, "SECONDS", 600.0)
     monkeypatch.setattr(going_on, "BATCH_SECONDS", 60.0)
     yield
 

@@ -61,7 +61,7 @@ def test_a_batch_is_one_transaction_and_one_place(api: FlaskClient, world: World
 
 @one_database
 @pytest.mark.parametrize("seconds, until, most", [
-    (0.0001, 60, going_on.MOST), (0.01, 60, 5), (0.06, 60, 1), (9, 60, 1), (0.01, 0.021, 2), (0.01, 0, 0)])
+    (0.0001, 60, going_on.MOST), (0.01, 60, 5), (0.06, 60, 1), (9, 60, 1), (0.01, 0.06, 5), (0.01, 0.04, 0)])
 def test_how_many_a_batch_has(
     world: World, monkeypatch: pytest.MonkeyPatch, seconds: float, until: float, most: int,
 ) -> None:
