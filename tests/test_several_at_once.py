@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,7 @@ from flask.testing import FlaskClient
 from app import clock, db, deliveries, doctor, slices, states, turns
 from app.deliveries import Attempt
 from app.errors import EndpointRefused
-from tasks import deliver_webhook, going_on, rescue_stalled
+from tasks import deliver_webhook, going_on, rescue_stalled, threads
 from tasks.egress import Answer
 from tests import statements
 from tests.conftest import World, one_database
@@ -254,3 +255,22 @@ def test_the_fence_is_the_lease_too(api: FlaskClient, world: World) -> None:
     assert state_of(world)[lost.delivery.id] == ("sending", 0) and world.count("delivery_attempts") == 0
     with db.transaction() as tx:
         assert len(slices.record(tx, [slices.Made(ours, tried)], clock.now())) == 1
+
+
+# --- one slice after the other ---
+
+
+@pytest.mark.parametrize("needed, made", [("by nobody", 2), ("to stop", 1), ("for another", 1), ("by threads", 1)])
+@one_database
+def test_a_slice_follows_the_other_while_nobody_needs_its_place(
+    api: FlaskClient, world: World, monkeypatch: pytest.MonkeyPatch, needed: str, made: int,
+) -> None:
+    ids = some(api, WELL, 5)
+    if needed == "to stop":
+        monkeypatch.setattr(going_on._stopping, "is_set", lambda: True)
+    elif needed == "for another":
+        some(api, OTHER, 1)
+    elif needed == "by threads":
+        monkeypatch.setitem(threads._taken, "all", 40)
+    with under_way(*ids[1:4]):
+        assert len(deliver_webhook._run(ids[0], answers(204), clock.now, time.monotonic())) == made
