@@ -29,7 +29,7 @@ from tests.processes import Site
 
 CALLBACKS = 2000
 THREADS = 4  # as CALLBACK_PER_HOST
-REPEATS = 5
+REPEATS = 3
 _WAIT_SECONDS = 120
 
 OURS = {"sqlite": "callbacks, SQLite", "postgresql": "callbacks, PostgreSQL"}
