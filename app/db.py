@@ -103,6 +103,12 @@ def is_away(error: Exception) -> bool:
     return isinstance(error, OperationalError | PoolTimeout) or state == _READ_ONLY or state[:2] in _AWAY_CLASSES
 
 
+def is_contended(error: Exception) -> bool:
+    """Whether one row or lock was waited for in vain (55P03), or two waited for each other (40P01): what is refused
+    then may be one of several changes."""
+    return getattr(getattr(error, "orig", None), "sqlstate", None) in ("55P03", "40P01")
+
+
 def version() -> str | None:
     """The migration that the tables are the outcome of; None when there are none. Raises as any statement does."""
     try:
@@ -189,7 +195,6 @@ def _make_sqlite(url: str) -> Engine:
     Path(make_url(url).database or "").parent.mkdir(parents=True, exist_ok=True)
     made = create_engine(
         url, module=dbapi2, pool_size=_POOL_SIZE, max_overflow=_POOL_OVERFLOW, hide_parameters=True,
-        pool_reset_on_return=None,  # whoever begins a transaction here ends it
         connect_args={"check_same_thread": False, "timeout": LOCK_WAIT_SECONDS},
     )
     _turnstiles[made] = Turnstile(f"{made.url.database}.turn")

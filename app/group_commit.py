@@ -80,15 +80,18 @@ class GroupCommit(Generic[Item]):
         all, and all have waited for it."""
         if not places:
             places += self._take()
-        if len(places) == 1 or isinstance(error, DBAPIError | PoolTimeout) and db.is_away(error):
+        if len(places) == 1 or _is_of_all(error):
             _fail(places, error)
             return
-        for place in places:
+        for number, place in enumerate(places):
             try:
                 with db.transaction() as tx:
                     self._write(tx, [place.item])
             except Exception as own:
                 place.error = own
+                if _is_of_all(own):
+                    _fail(places[number:], own)
+                    return
 
     def _hand_over(self) -> None:
         with self._lock:
@@ -105,6 +108,10 @@ class GroupCommit(Generic[Item]):
             for place in places:
                 place.settled = True
                 place.called.release()
+
+
+def _is_of_all(error: Exception) -> bool:
+    return isinstance(error, DBAPIError | PoolTimeout) and db.is_away(error) and not db.is_contended(error)
 
 
 def _fail(places: Sequence[_Place[Item]], error: BaseException) -> None:

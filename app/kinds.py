@@ -57,6 +57,7 @@ class Kind:
     time_limit: float  # seconds
     queue: str
     transactional: bool
+    together: bool
     public: bool  # whether POST /jobs takes it
 
 
@@ -71,6 +72,7 @@ def kind(
     time_limit: float = 300,
     queue: str = "q:jobs2",
     transactional: bool = False,
+    together: bool = False,
     public: bool = True,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Makes a function a kind of job. It is called with the validated input and a `Job`; its return value, JSON of at
@@ -81,13 +83,16 @@ def kind(
     queue: the Celery queue; one of its own needs a worker with WORKER_QUEUES.
     transactional: the function gets the finishing transaction as a third argument, an SQLAlchemy Connection: its rows
         and the job's success are one commit. It may touch nothing but SQL, and is short.
+    together: the function takes milliseconds, so that several jobs may share a message and a transaction, each in a
+        savepoint of its own; only of transactional kinds. Such a job may never be seen running, tells no progress, and
+        is not cancelled once its transaction has begun. Each fails, and is tried again, alone.
     public: False for kinds that POST /jobs refuses.
 
     Raises WrongKind when the registry cannot take it.
     """
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
-        _add(Kind(name, input, function, max_attempts, time_limit, queue, transactional, public))
+        _add(Kind(name, input, function, max_attempts, time_limit, queue, transactional, together, public))
         return function
 
     return register
@@ -107,6 +112,8 @@ def _add(new: Kind) -> None:
         raise WrongKind(f"kind {new.name!r}: time_limit is more than 0 and at most {_LONGEST_SECONDS} seconds")
     if not _QUEUE.fullmatch(new.queue) or new.queue in ("relay", "callbacks"):
         raise WrongKind(f"kind {new.name!r}: a queue is 1 to 100 of A-Z a-z 0-9 _ . : -, and not the courier's")
+    if new.together and not new.transactional:
+        raise WrongKind(f"kind {new.name!r}: together is for transactional kinds")
     _registered[new.name] = new
 
 

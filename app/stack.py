@@ -3,6 +3,7 @@ those lines; `python -m app.stack --migrate` only makes the tables."""
 from __future__ import annotations
 
 import contextlib
+import functools
 import http.client
 import os
 import sys
@@ -31,6 +32,8 @@ def migrate() -> None:
             db.use_wal()  # a restored copy may have lost it
     except DBAPIError as error:
         raise WrongSetting(f"DATABASE_URL: {db.reason(error)}") from None
+    finally:
+        db.dispose()  # whoever forks now carries no connection with it
 
 
 def _upgrade() -> None:
@@ -78,8 +81,8 @@ def _chosen(names: Sequence[str], given_redis: bool) -> dict[str, str]:
             if (not names or name in names) and not (name == "redis" and given_redis)}
 
 
-def _answers(settings: Settings) -> bool:
-    with contextlib.closing(http.client.HTTPConnection(settings.host, settings.port, timeout=1)) as connection:
+def _answers(host: str, port: int) -> bool:
+    with contextlib.closing(http.client.HTTPConnection(host, port, timeout=1)) as connection:
         try:
             connection.request("GET", "/health")
             return connection.getresponse().status == 200
@@ -111,7 +114,7 @@ def run(names: Sequence[str]) -> int:
     for name, line in lines.items():
         supervisor.add_process(name, line)
     if "web" in lines:
-        supervisor.let_go_first(("redis", "web"), lambda: _answers(settings))
+        supervisor.let_go_first(("redis", "web"), functools.partial(_answers, settings.host, settings.port))
     print(banner(settings, list(lines)), flush=True)
     supervisor.loop()
     return supervisor.returncode or 0

@@ -186,6 +186,8 @@ def write_all(
 
     For a job with a callback, the delivery is that of its callback once there is one.
     """
+    if not written and wake:
+        wake_relay()
     if away() or not written:
         return [False] * len(written)
     keys, arguments = [], []

@@ -143,7 +143,7 @@ def new_job(
 
 def _together_with(new: _Submission) -> str | None:
     """What may share this job's first message: short jobs of its kind that nobody wants to be told of."""
-    return new.kind.name if new.kind.transactional and new.callback_url is None else None
+    return new.kind.name if new.kind.together and new.callback_url is None else None
 
 
 def _answer(new: _Submission, job: Job) -> dict[str, Any]:

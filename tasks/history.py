@@ -19,7 +19,8 @@ class History(BaseModel):
     note_id: int
 
 
-@kind("history", History, max_attempts=_MAX_ATTEMPTS, time_limit=60, transactional=True, public=False)
+@kind("history", History, max_attempts=_MAX_ATTEMPTS, time_limit=60, transactional=True,
+      together=True, public=False)
 def history(input: History, job: Job, tx: Connection) -> dict[str, Any]:
     """The event `created`, in the very commit that makes the job succeed."""
     notes.append_event(tx, input.note_id, "created", job.id, clock.now())

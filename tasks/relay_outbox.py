@@ -18,10 +18,13 @@ from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from typing import Any
 
+from amqp.exceptions import MessageNacked
 from kombu.exceptions import BatchPublishError
 from kombu.exceptions import OperationalError as BrokerAway
 from redis.exceptions import RedisError
 from sqlalchemy import Connection
+from sqlalchemy.exc import DBAPIError
+from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from app import clock, db, joining, metrics, outbox, presence, states, status
 from app.config import settings
@@ -103,9 +106,14 @@ def publish(row: Row, *others: Row) -> None:
         ignore_result=True, **limits)
     declare = [] if row.queue in _mine.declared else [celery.app.amqp.queues[row.queue]]
     with celery.app.producer_or_acquire(_mine.producer) as producer:
-        producer.publish(
-            message.body, exchange="", routing_key=row.queue, serializer="json", delivery_mode="persistent",
-            headers=message.headers, declare=declare, **message.properties)
+        connection = producer.connection
+        try:
+            producer.publish(
+                message.body, exchange="", routing_key=row.queue, serializer="json", delivery_mode="persistent",
+                headers=message.headers, declare=declare, **message.properties)
+        except (*connection.recoverable_connection_errors, *connection.recoverable_channel_errors,
+                MessageNacked) as error:
+            raise BrokerAway(f"{type(error).__name__}: {error}") from error
     if isinstance(_mine.declared, set):
         _mine.declared.add(row.queue)
 
@@ -143,13 +151,22 @@ def drain(
         pending.clear()
         if not due:
             return published
-        rows = joining.withdraw(due, lease, settings().callback_per_host, began)
+        rows = _needed(due, lease, began)
         taken, away = _publish_all(publish, lease, rows, now, batch, pending)
         published += taken
         if away or len(due) < BATCH:
             if unmarked is None:
                 _mark(pending, now())
             return published
+
+
+def _needed(due: list[Row], lease: str, now: datetime) -> list[Row]:
+    """Those to be published. Without the database that is all of them: a needless message is harmless."""
+    try:
+        return joining.withdraw(due, lease, settings().callback_per_host, now)
+    except (DBAPIError, PoolTimeout) as error:
+        log.warning("nothing is withdrawn", extra={"error": db.reason(error)})
+        return due
 
 
 def _mark(unmarked: Unmarked, now: datetime) -> None:

@@ -88,7 +88,7 @@ def run_all(job_ids: Sequence[str], now: Callable[[], datetime] = clock.now) -> 
 
 def _may_share(job: Job) -> bool:
     kind = kinds.registry().get(job.kind)
-    return kind is not None and kind.transactional and job.callback_url is None
+    return kind is not None and kind.together and job.callback_url is None
 
 
 def _run_in_time(held: list[Job], tx: Connection, now: Callable[[], datetime]) -> list[Ran]:
@@ -142,8 +142,8 @@ def _stage_again(
     for job in held:
         if job.id in published:
             jobs.note_published(tx, job.id, published[job.id])
-        outbox.stage(tx, states.RUN_JOB, job.id, job.queue, now, time_limit_seconds=job.time_limit_seconds,
-                     together=job.kind if share else None)
+        outbox.stage(tx, states.RUN_JOB, job.id, job.queue, now, job.created_at, job.time_limit_seconds,
+                     job.kind if share else None)
 
 
 def separate(job_ids: Sequence[str], now: datetime) -> None:

@@ -88,6 +88,36 @@ def test_a_database_that_is_away_is_so_for_all_at_once(writers: Writers) -> None
     assert writers.kept() == {1, 5}
 
 
+class Contended(Exception):
+    """As the driver says that a lock was waited for in vain."""
+
+    sqlstate = "55P03"
+
+
+def test_a_lock_that_one_waits_for_in_vain_is_not_the_others_fault(writers: Writers) -> None:
+    def contended(items: Sequence[int]) -> None:
+        if 3 in items:
+            raise OperationalError("INSERT", None, Contended())
+
+    writers.before_write = contended
+    futures = writers.commit(1, 2, 3, 4)
+    assert [type(future.exception()) for future in futures] == [type(None), type(None), OperationalError, type(None)]
+    assert writers.kept() == {1, 2, 4}
+
+
+def test_a_database_that_goes_while_each_is_tried_alone_is_waited_for_once(writers: Writers) -> None:
+    def broken(items: Sequence[int]) -> None:
+        if len(items) > 1:
+            raise ValueError
+        if items != [1]:
+            raise OperationalError("INSERT", None, ConnectionError("gone"))
+
+    writers.before_write = broken
+    futures = writers.commit(1, 2, 3, 4)
+    assert [type(future.exception()) for future in futures] == [type(None), *[OperationalError] * 3]
+    assert [len(batch) for batch in writers.batches] == [1, 3, 1]
+
+
 @pytest.mark.parametrize("error", [OperationalError("BEGIN", None, TimeoutError("held by another")), Crash()])
 def test_whoever_waits_is_told_when_no_transaction_begins(
     writers: Writers, monkeypatch: pytest.MonkeyPatch, error: BaseException,

@@ -18,7 +18,7 @@ from pydantic import BaseModel, Field, PlainValidator
 from typing_extensions import Annotated
 
 from app import states
-from app.api import create_app, models, openapi, problems
+from app.api import create_app, description, models, openapi, problems
 from tests import odd_inputs, promised
 from tests.conftest import World, one_database
 from tests.running import a_kind, submit
@@ -134,7 +134,7 @@ def test_its_words_are_those_of_the_tables() -> None:
 def test_its_version_is_that_of_the_package() -> None:
     config = configparser.ConfigParser()
     config.read(ROOT / "setup.cfg")
-    assert openapi.VERSION == config["metadata"]["version"]
+    assert description.VERSION == config["metadata"]["version"]
 
 
 @one_database

@@ -88,7 +88,7 @@ def act(input: Act, job: kinds.Job, tx: Any) -> Any:
 
 @pytest.fixture
 def acting(api: FlaskClient) -> Any:
-    with a_kind(act, input=Act, transactional=True, max_attempts=2) as name:
+    with a_kind(act, input=Act, transactional=True, together=True, max_attempts=2) as name:
         yield lambda *whats: [submit(api, name, what=what) for what in whats]
 
 
