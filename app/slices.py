@@ -68,7 +68,11 @@ _next = (
     .order_by(table.c.next_attempt_at).limit(bindparam("most")))
 _reserve = update(table).where(table.c.id.in_(_ids), guard(table.c.state, states.PENDING)).values(
     state=states.SENDING, next_attempt_at=None, leased_until=bindparam("until"))
-_settle = delete(outbox_table).where(outbox_table.c.id.in_(bindparam("rows", expanding=True)))
+# In the order of their ids, as everybody who holds several.
+_messages = (
+    select(outbox_table.c.id).where(outbox_table.c.id.in_(bindparam("rows", expanding=True)))
+    .order_by(outbox_table.c.id).with_for_update().cte("messages"))
+_settle = delete(outbox_table).where(outbox_table.c.id.in_(select(_messages.c.id)))
 
 
 def reserve(

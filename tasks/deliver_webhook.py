@@ -73,7 +73,7 @@ def run_once(
 
 
 def _run(delivery_id: str, post: Post, now: Callable[[], datetime], until: float | None) -> list[Delivery]:
-    known = _look(delivery_id, now())
+    known = _look(delivery_id, now)
     if known is None:
         return []
     with threads.one(known.expected) as granted:
@@ -169,7 +169,7 @@ class Known:
     expected: str | None
 
 
-def _look(delivery_id: str, now: datetime) -> Known | None:
+def _look(delivery_id: str, clock_now: Callable[[], datetime]) -> Known | None:
     with db.reading() as view:
         known = deliveries.find(view, delivery_id)
         job = None if known is None else jobs.find(view, known.job_id)
@@ -178,6 +178,7 @@ def _look(delivery_id: str, now: datetime) -> Known | None:
         circuit = circuits.find(view, known.endpoint)
         expected = circuits.standing_of_host(view, known.host) if circuit is None else circuit.standing
     logs.concern(job_id=job.id)
+    now = clock_now()  # after the look: whoever made it due a moment ago had a later clock than our beginning
     due = known.next_attempt_at is not None and known.next_attempt_at <= now
     if not due or not _final_state_is_shown(job, known, now):
         _step_back(delivery_id, now)

@@ -17,7 +17,7 @@ from pysqlite3 import dbapi2
 from tests.processes import Process, Site
 from tests.servers import Postgres, Valkey, wait_until
 
-WORKER, COURIER, BEAT, WEB = "--pool prefork", "--pool threads", "beat --pidfile", "-m app.api"
+WORKER, COURIER, BEAT, WEB = "tasks worker", "tasks courier", "tasks beat", "-m app.api"
 
 
 @dataclass

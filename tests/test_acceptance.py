@@ -260,7 +260,7 @@ def test_a_line_that_dies_is_started_again_and_one_that_is_stopped_is_not(tmp_pa
 def test_a_stop_while_a_line_is_down_is_clean_too(tmp_path: Path) -> None:
     with Site(tmp_path) as site:
         stack = site.start("redis", "web", "courier", "beat")
-        wait_until(lambda: site.answers("/health", 200))
+        wait_until(lambda: "beat started" in re.sub(" +", " ", stack.output()))
         stack.part("tasks beat").kill()
         wait_until(lambda: "it is started again" in stack.output())
         assert stack.stop(seconds=12) == 0

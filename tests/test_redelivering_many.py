@@ -174,7 +174,8 @@ def test_new_rounds_do_not_begin_all_at_once(
             schema.deliveries.c.state == "pending")).scalars())
     for number, moment in enumerate(due):
         assert number * 10 <= (moment - began).total_seconds() <= number * 10 + 15
-    assert len(due) == 6 and len(relay(later(45))) in (4, 5) and nothing_is_wrong(world)
+    assert len(due) == 6 and nothing_is_wrong(world)
+    assert len(relay(later(45))) == 4  # of the four or five that are due then, as many as there is room for
 
 
 def test_who_cannot_wait_for_its_turn_asks_for_the_one_job(
