@@ -233,10 +233,11 @@ def fail(tx: Connection, held: Job, code: str, message: str, now: datetime, ttl:
         "now": now, "expires": now + ttl}))
 
 
+# A start and an end, in one: `version` counts both, as of any attempt.
 _succeed_at_once = update(jobs).where(
     jobs.c.id == bindparam("job_id"), jobs.c.status == states.QUEUED, jobs.c.version == bindparam("seen"),
 ).values(
-    status=states.SUCCEEDED, version=jobs.c.version + 1, attempt=jobs.c.attempt + 1, worker=bindparam("by"),
+    status=states.SUCCEEDED, version=jobs.c.version + 2, attempt=jobs.c.attempt + 1, worker=bindparam("by"),
     result=bindparam("outcome"), started_at=bindparam("began"),
     published_at=func.coalesce(jobs.c.published_at, bindparam("published", type_=Moment())), **_end)
 
@@ -264,7 +265,7 @@ def succeed_at_once(tx: Connection, worker: str, successes: Sequence[Finished], 
     if changed != len(successes):
         raise UketsukeError(f"{len(successes)} jobs were held, {changed} of them could be ended")
     return [replace(
-        one.job, status=states.SUCCEEDED, version=one.job.version + 1, attempt=one.job.attempt + 1, worker=worker,
+        one.job, status=states.SUCCEEDED, version=one.job.version + 2, attempt=one.job.attempt + 1, worker=worker,
         result=one.result, published_at=one.job.published_at or one.published_at, started_at=one.started_at,
         finished_at=one.finished_at, expires_at=one.finished_at + ttl, as_of=the_present()) for one in successes]
 

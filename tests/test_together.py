@@ -51,7 +51,7 @@ def test_notes_share_messages_of_a_bounded_size(api: FlaskClient, world: World) 
         run_together.run_together(some)
     assert {shown(api, job_id) for job_id in ids} == {("succeeded", 1)}
     assert len(told(world)) == len(ids) and set(told(world).values()) == {1} and world.count("outbox") == 0
-    assert world.count("jobs", "started_at IS NULL OR published_at IS NULL OR worker IS NULL OR version <> 1") == 0
+    assert world.count("jobs", "started_at IS NULL OR published_at IS NULL OR worker IS NULL OR version <> 2") == 0
     assert nothing_is_wrong(world)
 
 
