@@ -15,9 +15,9 @@ from typing import Any
 
 from sqlalchemy import Connection, and_, bindparam, delete, exists, func, or_, select, update
 
-from app import clock, deliveries, states, turns
+from app import deliveries, states, turns
 from app.deliveries import Attempt, Delivery
-from app.jobs import Job
+from app.jobs import Job, touch_all
 from app.schema import deliveries as table
 from app.schema import delivery_attempts, endpoints, guard, jobs
 from app.schema import outbox as outbox_table
@@ -102,8 +102,6 @@ _deliver = update(table).where(
 ).values(
     state=states.DELIVERED, attempts=bindparam("made"), last_response=bindparam("code"), finished_at=bindparam("now"),
     leased_until=None).returning(table.c.id)
-_touch = update(jobs).where(jobs.c.id.in_(_ids)).values(
-    version=jobs.c.version + 1).returning(jobs.c.id, jobs.c.version)
 
 
 def record(tx: Connection, made: Sequence[Made], now: datetime) -> list[tuple[Job, Delivery]]:
@@ -118,7 +116,7 @@ def record(tx: Connection, made: Sequence[Made], now: datetime) -> list[tuple[Jo
     if not kept:
         return []
     deliveries.append(tx, *(one.tried for one in kept))
-    told = _touched(tx, [one.claimed.job for one in kept])
+    told = touch_all(tx, [one.claimed.job for one in kept])
     return [(told[one.claimed.job.id], replace(
         one.claimed.delivery, state=states.DELIVERED, attempts=one.tried.attempt, next_attempt_at=None,
         leased_until=None, last_response=one.tried.response_code, finished_at=now)) for one in kept]
@@ -131,13 +129,6 @@ def _key(one: Made) -> tuple[Any, ...]:
 
 def _order(one: Made) -> tuple[Any, ...]:
     return tuple(map(str, _key(one)))
-
-
-def _touched(tx: Connection, known: Sequence[Job]) -> dict[str, Job]:
-    """As `jobs.touch`, for jobs that are final, of which nothing else changes; by their ids."""
-    versions = {job_id: version for job_id, version in tx.execute(_touch, {"ids": [job.id for job in known]})}
-    now = clock.now()
-    return {job.id: replace(job, version=versions[job.id], as_of=now) for job in known}
 
 
 # --- giving back ---

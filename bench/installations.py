@@ -1,6 +1,7 @@
 """A contender, installed in a folder of its own: its store, its web and its workers, each started and stopped alone."""
 from __future__ import annotations
 
+import abc
 import contextlib
 import shutil
 import socket
@@ -39,7 +40,7 @@ class Peer:
 
 
 @dataclass
-class Installation:
+class Installation(abc.ABC):
     """What every contender has in common."""
 
     port: int
@@ -49,26 +50,26 @@ class Installation:
     ours: ClassVar[bool] = False
     accepted: int = 0  # submissions that were answered 202: whoever submits adds to it
 
+    @abc.abstractmethod
     def start_web(self) -> None:
         """Returns when it answers."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def start_workers(self) -> None:
         """Returns at once."""
-        raise NotImplementedError
 
     def kill(self, part: str) -> None:
         """kill -9 of `web` or `workers`, with all that descends from them."""
         for process in self.processes.pop(part, []):
             process.kill()
 
+    @abc.abstractmethod
     def unfinished(self) -> int:
         """How many of the accepted jobs are not final."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def waiting(self) -> int:
         """How many jobs a worker would still run, as the store says."""
-        raise NotImplementedError
 
     def failed(self) -> int:
         """How many jobs have failed, where the store can say so cheaply."""
