@@ -16,8 +16,8 @@ broker_transport_options = {"confirm_publish": True} if broker_url.startswith("a
 }
 
 imports = (
-    "tasks.relay_outbox", "tasks.run_job", "tasks.run_together", "tasks.deliver_webhook", "tasks.rescue_stalled",
-    "tasks.prune_expired", "tasks.stopping",
+    "tasks.relay_outbox", "tasks.run_job", "tasks.run_in_turn", "tasks.run_together", "tasks.deliver_webhook",
+    "tasks.rescue_stalled", "tasks.prune_expired", "tasks.stopping",
 )
 task_serializer = "json"
 accept_content = ["json"]

@@ -164,7 +164,7 @@ def look(
 ) -> Outlook:
     """The outlook of this moment, when these workers are alive. `before`: the one before, whose count of the backlog
     may still do. Raises `sqlalchemy.exc.SQLAlchemyError`."""
-    run_seconds = {kind: mean for kind in kinds.registry() if (mean := _mean_run(view, kind))}
+    run_seconds = {kind: mean for kind in kinds.registry() if (mean := mean_run(view, kind))}
     running: dict[str, list[float]] = defaultdict(list)
     for queue, kind, started_at in view.execute(_running):
         running[queue].append(forecast.left(run_seconds.get(kind, 0.0), (now - started_at).total_seconds()))
@@ -185,7 +185,8 @@ def _backlog(view: Connection, before: Outlook, now: datetime) -> dict[str, Any]
     return {"backlog": backlog, "count_again_at": now + timedelta(seconds=min(_RECOUNT_SECONDS, max(0.0, seconds)))}
 
 
-def _mean_run(view: Connection, kind: str) -> float | None:
+def mean_run(view: Connection, kind: str) -> float | None:
+    """How many seconds the jobs of this kind took lately, from claim to end; None when none is known."""
     runs = [(row.finished_at - row.started_at).total_seconds() for row in view.execute(_runs, {"of_kind": kind})]
     return sum(runs) / len(runs) if runs else None
 

@@ -142,8 +142,9 @@ def new_job(
 
 
 def _together_with(new: _Submission) -> str | None:
-    """What may share this job's first message: short jobs of its kind that nobody wants to be told of."""
-    return new.kind.name if new.kind.together and new.callback_url is None else None
+    """What may share this job's first message: its kind. Of those that share a transaction too, only jobs that nobody
+    wants to be told of."""
+    return None if new.kind.together and new.callback_url is not None else new.kind.name
 
 
 def _answer(new: _Submission, job: Job) -> dict[str, Any]:

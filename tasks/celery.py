@@ -9,6 +9,7 @@ import secrets
 import signal
 import socket
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 from billiard.exceptions import WorkerLostError
@@ -117,6 +118,11 @@ class TaskFailed(Exception):
     """A task of ours failed; Celery and Flower learn what it was, and nothing of what it was about."""
 
 
+def about(ids: dict[str, Any]) -> AbstractContextManager[None]:
+    """The lines of what runs within the block have these ids."""
+    return logs.about(ids, whole_process=_is_child)
+
+
 def task(name: str, **options: Any) -> Callable[[Callable[..., None]], Any]:
     """Registers a function as a Celery task, and keeps inputs out of Celery's own reports of its exceptions. Its lines
     in the log have its arguments, which are ids, by their names."""
@@ -127,7 +133,7 @@ def task(name: str, **options: Any) -> Callable[[Callable[..., None]], Any]:
         @functools.wraps(function)
         def run(*arguments: Any) -> None:
             ids = {name: one for name, one in zip(names, arguments) if isinstance(one, str)}  # no list in each line
-            with logs.about(ids, whole_process=_is_child):
+            with about(ids):
                 try:
                     function(*arguments)
                 except Exception as error:

@@ -29,21 +29,18 @@ from sqlalchemy.exc import TimeoutError as PoolTimeout
 from app import clock, db, joining, metrics, outbox, presence, states, status
 from app.config import settings
 from app.outbox import Row
-from tasks import celery
+from tasks import celery, sharing
 
 log = logging.getLogger("uketsuke.relay")
 
-# How many jobs one message may name: their transaction holds up SQLite's other writers for some ten milliseconds, and a
-# crash in it delays them all; and the two messages of a full batch are enough that their own cost no longer counts.
-TOGETHER = 50
 BATCH = 100  # few enough that a killed relay leaves little under its lease
 LEASE_SECONDS = 15.0  # publishing a batch takes milliseconds; a relay that takes longer has died
 # The relay of a tick listens for so much longer than until the next tick: no submission falls between two of them. Less
 # than what `status.wait_for_wake` grants beyond an interval, and than an interval: two relays at once are enough.
 _OVERLAP_SECONDS = 0.25
 # Rows that come together are followed by others: they are waited for as long as nobody notices, since a claim takes
-# SQLite's one writer as long for one row as for ten.
-_GATHER_SECONDS = 0.01
+# SQLite's one writer as long for one row as for ten, and ten short jobs in a message take Celery no longer than one.
+_GATHER_SECONDS = 0.025
 _MARK_SECONDS = 0.05  # of waiting, after which what nobody has claimed is marked
 AWAY_SECONDS = 1.0  # when the broker takes nothing, all wait so long
 _REFUSED_SECONDS = 5.0  # when the broker takes everything but this row, it waits so long
@@ -94,12 +91,12 @@ def publish(row: Row, *others: Row) -> None:
     published at all.
     """
     name, targets = f"tasks.{row.task}", [row.target_id]  # type: tuple[str, list[Any]]
+    limits, later = {}, 0.0
     if others:
-        name, targets = "tasks.run_together", [[one.target_id for one in (row, *others)]]
-    limits = {}
+        (name, later), targets = sharing.task_of(row), [[one.target_id for one in (row, *others)]]
     if row.time_limit_seconds is not None:
-        limits = {"soft_time_limit": row.time_limit_seconds,
-                  "time_limit": row.time_limit_seconds + _HARD_LIMIT_AFTER_SECONDS}
+        limits = {"soft_time_limit": row.time_limit_seconds + later,
+                  "time_limit": row.time_limit_seconds + later + _HARD_LIMIT_AFTER_SECONDS}
     # What `apply_async` does, without what it works out anew for each message: half of its time.
     message = celery.app.amqp.create_task_message(
         str(uuid.uuid4()), name, targets, {}, argsrepr=repr(targets), kwargsrepr="{}", origin=celery.NAME,
@@ -184,7 +181,7 @@ def _publish_all(
     away = False
     try:
         with batch():
-            for message in _messages(rows):
+            for message in sharing.messages(rows):
                 if (why := _refusal(publish, message)) is None:
                     taken.extend(message)
                 else:  # the message's own fault: it must not hold up the rows behind it
@@ -200,19 +197,6 @@ def _publish_all(
     done = {*unmarked.ids[lease], *(row.id for row, _ in refused)}
     _give_back(lease, refused, [row.id for row in rows if row.id not in done], now())
     return len(taken), away
-
-
-def _messages(rows: list[Row]) -> list[list[Row]]:
-    """Each row in a message of its own, but for those that may share one."""
-    messages: list[list[Row]] = []
-    shared: dict[tuple[Any, ...], list[Row]] = {}
-    for row in rows:
-        alike = (row.queue, row.task, row.time_limit_seconds, row.together)
-        if row.together is None or len(shared.get(alike, ())) % TOGETHER == 0:
-            messages.append([])
-            shared[alike] = messages[-1]
-        shared[alike].append(row)
-    return messages
 
 
 def _refusal(publish: Publish, message: list[Row]) -> str | None:

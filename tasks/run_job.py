@@ -49,6 +49,7 @@ class Failure:
 
 
 Outcome = Success | Failure
+End = Callable[[Job, Outcome, Callable[[], datetime]], Job | None]  # writes it, and returns the job as it is then
 
 
 class Lost(Exception):
@@ -63,17 +64,17 @@ def run_job(job_id: str) -> None:
 
 def run_once(job_id: str, now: Callable[[], datetime] = clock.now) -> Job | None:
     """Claims, runs and finishes one attempt; returns the job as it left it, None when there was nothing to claim."""
-    held = _claim(job_id, now())
-    if held is None:
-        log.info("nothing to claim", extra={"job_id": job_id})
-        return None
-    metrics.started(held)
-    status.write(held)
+    held = claim(job_id, now())
+    return None if held is None else run(held, now, finish)
+
+
+def run(held: Job, now: Callable[[], datetime], end: End) -> Job | None:
+    """Runs a claimed attempt, and has it ended by `end`."""
     kind = kinds.registry().get(held.kind)
     if kind is None:
         return _leave_to_others(held, now)
     began = time.monotonic()
-    after = _run(held, kind, now)
+    after = _run(held, kind, now, end)
     if after is not None:
         metrics.ended(after, time.monotonic() - began)
     log.info("attempt ended" if after else "attempt lost", extra={
@@ -82,16 +83,32 @@ def run_once(job_id: str, now: Callable[[], datetime] = clock.now) -> Job | None
     return after
 
 
-def _claim(job_id: str, now: datetime) -> Job | None:
-    until = now + timedelta(seconds=settings().lease_seconds)
+def claim(job_id: str, now: datetime) -> Job | None:
+    """The next attempt of this job, which is shown as running; None when somebody else has it or it is done."""
     with db.transaction() as tx:
-        held = jobs.start_by_message(tx, job_id, celery.NAME, now, until)
+        held = claim_next(tx, job_id, now)
         if held is None:  # perhaps it is being queued at this moment: its message must not go without a claim
             jobs.hold(tx, job_id)
             published_at = outbox.settle(tx, states.RUN_JOB, job_id)
-            return jobs.start(tx, job_id, celery.NAME, now, until, published_at)
+            held = jobs.start(tx, job_id, celery.NAME, now, _lease_from(now), published_at)
+    if held is None:
+        log.info("nothing to claim", extra={"job_id": job_id})
+        return None
+    metrics.started(held)
+    status.write(held)
+    return held
+
+
+def claim_next(tx: Connection, job_id: str, now: datetime) -> Job | None:
+    """queued → running, by the message that names this job; None when the job does not wait for it."""
+    held = jobs.start_by_message(tx, job_id, celery.NAME, now, _lease_from(now))
+    if held is not None:
         outbox.settle(tx, states.RUN_JOB, job_id)
     return held
+
+
+def _lease_from(now: datetime) -> datetime:
+    return now + timedelta(seconds=settings().lease_seconds)
 
 
 def _leave_to_others(held: Job, now: Callable[[], datetime]) -> Job | None:
@@ -100,7 +117,7 @@ def _leave_to_others(held: Job, now: Callable[[], datetime]) -> Job | None:
     log.error("the kind is not known here: JOB_MODULES", extra={"job_id": held.id, "kind": held.kind})
     moment = now()
     if moment - held.created_at > timedelta(seconds=_UNKNOWN_SECONDS):
-        after = _finish(held, Failure("refused", f"no worker knows the kind {held.kind!r}", again=True), now)
+        after = finish(held, Failure("refused", f"no worker knows the kind {held.kind!r}", again=True), now)
         if after is not None:
             metrics.ended(after)
         return after
@@ -136,13 +153,13 @@ def _ttl() -> timedelta:
     return timedelta(seconds=settings().result_ttl_seconds)
 
 
-def _run(held: Job, kind: Kind, now: Callable[[], datetime]) -> Job | None:
+def _run(held: Job, kind: Kind, now: Callable[[], datetime], end: End) -> Job | None:
     with Attempt(held, functools.partial(_end_cancelled, held, now)) as attempt:
         if kind.transactional:
             return _run_in_transaction(held, kind, attempt, now)
         outcome = outcome_of(kind, lambda input: kind.function(input, attempt), held)
         attempt.function_ended()
-        return _finish(held, outcome, now)
+        return end(held, outcome, now)
 
 
 def _end_cancelled(held: Job, now: Callable[[], datetime]) -> None:
@@ -171,9 +188,9 @@ def _run_in_transaction(held: Job, kind: Kind, attempt: Attempt, now: Callable[[
                 failure = Failure(states.CANCELLED, "cancelled on request", again=False)
                 raise Lost
     except Lost:
-        return None if failure is None else _finish(held, failure, now)
+        return None if failure is None else finish(held, failure, now)
     except (DBAPIError, PoolTimeout) as error:
-        return _finish(held, _failure(error), now)
+        return finish(held, _failure(error), now)
     status.write(*ended, wake=ended[1] is not None)
     return ended[0]
 
@@ -219,8 +236,9 @@ def _text(error: BaseException) -> str:
         return "(its text cannot be read)"
 
 
-def _finish(held: Job, outcome: Outcome, now: Callable[[], datetime]) -> Job | None:
-    """Writes the end of the attempt; a database that is away is asked again for as long as the lease could stand."""
+def finish(held: Job, outcome: Outcome, now: Callable[[], datetime]) -> Job | None:
+    """Writes the end of the attempt; a database that is away is asked again for as long as the lease could stand. None
+    when the attempt is lost."""
     give_up = time.monotonic() + settings().lease_seconds
     while True:
         try:

@@ -16,6 +16,7 @@ import redis
 from flask.testing import FlaskClient
 
 from app import config, db, addresses, gauges, kinds, metrics, outlook, stack, status
+from tasks import sharing
 from tests import promised, servers
 from tests import receiver as receivers
 from tests.processes import Site
@@ -132,6 +133,7 @@ def world(
     client.flushall()
     status._away_until = status._distrusted_until = 0.0
     outlook.forget()
+    sharing.forget()
     try:
         yield World(url, tmp_path / "var", client, change)
     finally:

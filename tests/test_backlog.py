@@ -62,7 +62,7 @@ class Worker:
         celery.NAME = self.name  # put back by the fixture
         for queue in self.queues.values():
             while queue:
-                if (held := run_job._claim(queue.popleft(), now)) is not None:
+                if (held := run_job.claim(queue.popleft(), now)) is not None:
                     return held
         return None
 

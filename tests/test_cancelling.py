@@ -21,7 +21,7 @@ from tasks import attempt, celery, interrupting, prune_expired, relay_outbox, re
 from tests.asking import a_checked_kind, all_at_once, another, cancel, deliver_all, nothing_is_wrong, problem
 from tests.conftest import World, one_database
 from tests.receiver import Receiver
-from tests.running import die_in_mid_job, kind, later, relay, run_to_end, submit
+from tests.running import die_in_mid_job, later, relay, run_to_end, submit
 from tests.servers import wait_until
 
 CANCELLED = {"code": "cancelled", "message": "cancelled on request"}
@@ -196,9 +196,9 @@ def test_the_rows_of_a_cancelled_transactional_job_go(api: FlaskClient, world: W
 
     with a_checked_kind(write, transactional=True) as name:
         job_id = submit(api, name, callback_url=receiver.url)
-        held = run_job._claim(job_id, clock.now())
+        held = run_job.claim(job_id, clock.now())
         assert cancel(api, job_id).json["status"] == "running"
-        assert run_job._run(held, kind(name), clock.now).error_code == "cancelled"
+        assert run_job.run(held, clock.now, run_job.finish).error_code == "cancelled"
     assert world.count("notes") == 0 and ended_cancelled(api, world, job_id, attempts=1)
 
 

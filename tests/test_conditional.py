@@ -43,14 +43,14 @@ def away(world: World) -> Iterator[Callable[[], None]]:
 
 
 def claim(job_id: str) -> Job:
-    held = run_job._claim(job_id, clock.now())
+    held = run_job.claim(job_id, clock.now())
     assert held is not None
     status.write(held)
     return held
 
 
 def finish(held: Job) -> None:
-    run_job._finish(held, run_job.Success('{"n": 5, "count": 3}'), clock.now)
+    run_job.finish(held, run_job.Success('{"n": 5, "count": 3}'), clock.now)
 
 
 # --- ETag ---

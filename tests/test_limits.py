@@ -213,10 +213,10 @@ def test_a_backlog_that_is_full_takes_nothing_until_something_has_ended(world: W
     assert (again.status_code, again.data) == (202, first.data) and again.headers["Idempotent-Replayed"] == "true"
     assert asking.post("/jobs", json={"n": 6}, headers={"Idempotency-Key": "k0"}).status_code == 422
     assert asking.post("/jobs", json={"n": -1}).status_code == 422  # what is wrong will not be right later
-    held = run_job._claim(made[-1], clock.now())
+    held = run_job.claim(made[-1], clock.now())
     assert held is not None
     check_full(asking.post("/jobs", json={"n": 5}))
-    run_job._finish(held, run_job.Success("null"), clock.now)
+    run_job.finish(held, run_job.Success("null"), clock.now)
     accepted = asking.post("/notes", json={"text": "x"}, headers={"Idempotency-Key": "k1"})
     assert accepted.status_code == 202 and "Idempotent-Replayed" not in accepted.headers
     check_full(asking.post("/notes", json={"text": "x"}))

@@ -75,7 +75,7 @@ def test_a_job_is_listed_as_it_is_polled(api: FlaskClient, world: World, receive
         run_job.run_once(job_id)
     deliver_webhook.run_once(world.sql("SELECT id FROM deliveries")[0][0])
     assert api.post(f"/jobs/{made[1]}/redeliver").status_code == 202
-    assert run_job._claim(made[2], clock.now()) is not None
+    assert run_job.claim(made[2], clock.now()) is not None
     api.post(f"/jobs/{made[3]}/cancel")
     world.redis.flushall()
     listed = {job["job_id"]: job for job in api.get("/jobs").json["jobs"]}

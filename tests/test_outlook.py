@@ -74,7 +74,7 @@ class Shop:
         for _ in range(len(turns)):
             turns.rotate(-1)
             if waiting := self._queues.get(turns[-1]):
-                return run_job._claim(waiting.popleft(), self.at(second))
+                return run_job.claim(waiting.popleft(), self.at(second))
         return None
 
     def ask(self) -> None:
@@ -290,12 +290,12 @@ def test_it_is_a_whole_number_wherever_a_job_is_unfinished_and_nowhere_else(api:
                 api.get(f"/jobs/{job_id}", headers={"If-None-Match": "*"})]
     assert [answer.status_code for answer in answers] == [202, 202, 200, 200, 304]
     assert [told(answer) for answer in answers] == [6] * 5
-    held = run_job._claim(job_id, clock.now())
+    held = run_job.claim(job_id, clock.now())
     assert held is not None
     status.write(held)
     for answer in (api.get(f"/jobs/{job_id}"), api.post(f"/jobs/{job_id}/cancel")):
         assert answer.json["status"] == "running" and told(answer) in (5, 6)
-    run_job._finish(held, run_job.Success("null"), clock.now)
+    run_job.finish(held, run_job.Success("null"), clock.now)
     for answer in (api.get(f"/jobs/{job_id}"), api.head(f"/jobs/{job_id}"), api.post(f"/jobs/{job_id}/cancel"),
                    api.get(f"/jobs/{job_id}", headers={"If-None-Match": "*"})):
         assert answer.status_code in (200, 304) and "Retry-After" not in answer.headers

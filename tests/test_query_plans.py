@@ -99,7 +99,7 @@ def fail(*_: Any) -> None:
 
 def run_until_stalled(job_id: str) -> None:
     """What an attempt says to the database while it runs."""
-    held = run_job._claim(job_id, clock.now())
+    held = run_job.claim(job_id, clock.now())
     assert held is not None
     with db.transaction() as tx:
         assert jobs.extend_lease(tx, held, later(30), 1, 2) is not None

@@ -185,7 +185,7 @@ def test_an_attempt_that_was_lost_changes_nothing_while_the_next_one_runs(api: F
             ):
                 with db.transaction() as tx:
                     seen.append(late(tx))
-            seen.append(run_job._finish(first, run_job.Success('"first"'), clock.now))
+            seen.append(run_job.finish(first, run_job.Success('"first"'), clock.now))
             assert world.sql("SELECT lease_until FROM jobs") == [lease]
         return "second"
 
