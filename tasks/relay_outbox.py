@@ -41,7 +41,7 @@ _OVERLAP_SECONDS = 0.25
 # Rows that come together are followed by others: they are waited for as long as nobody notices, since a claim takes
 # SQLite's one writer as long for one row as for ten, and ten short jobs in a message take Celery no longer than one.
 _GATHER_SECONDS = 0.025
-_MARK_SECONDS = 0.05  # of waiting, after which what nobody has claimed is marked
+_MARK_SECONDS = 0.05  # after which what nobody has claimed is marked: by then most has been
 AWAY_SECONDS = 1.0  # when the broker takes nothing, all wait so long
 _REFUSED_SECONDS = 5.0  # when the broker takes everything but this row, it waits so long
 _HARD_LIMIT_AFTER_SECONDS = 10.0  # a function that swallows its soft limit is killed so much later
@@ -117,10 +117,20 @@ def publish(row: Row, *others: Row) -> None:
 
 @dataclass
 class Unmarked:
-    """What the broker has taken and SQL does not say yet. It may wait for the next transaction of its relay: by then
-    most of it has been claimed and is gone. If the relay dies its lease runs out: a repeated message is harmless."""
+    """What the broker has taken and SQL does not say yet. It waits for a later transaction of its relay: by then most
+    of it has been claimed and is gone. If the relay dies its lease runs out: a repeated message is harmless."""
 
     ids: dict[str, list[int]] = field(default_factory=dict)  # by their lease
+    since: float = 0.0  # `time.monotonic`, of the first of them
+
+    def add(self, lease: str, ids: list[int]) -> None:
+        """These were taken now."""
+        self.since = self.since if self.ids else time.monotonic()
+        self.ids[lease] = ids
+
+    def is_due(self) -> bool:
+        """Whether enough time has passed."""
+        return bool(self.ids) and time.monotonic() - self.since >= _MARK_SECONDS
 
     def mark(self, tx: Connection, now: datetime) -> None:
         """leased → published."""
@@ -142,19 +152,23 @@ def drain(
     while True:
         lease = secrets.token_hex(8)
         began = now()
+        marks = pending.is_due()
         with db.transaction() as tx:
-            pending.mark(tx, began)
+            if marks:
+                pending.mark(tx, began)
             due = outbox.claim(tx, lease, began, began + timedelta(seconds=LEASE_SECONDS), BATCH)
-        pending.clear()
+        if marks:
+            pending.clear()
         if not due:
-            return published
+            break
         rows = _needed(due, lease, began)
         taken, away = _publish_all(publish, lease, rows, now, batch, pending)
         published += taken
         if away or len(due) < BATCH:
-            if unmarked is None:
-                _mark(pending, now())
-            return published
+            break
+    if unmarked is None:
+        _mark(pending, now())
+    return published
 
 
 def _needed(due: list[Row], lease: str, now: datetime) -> list[Row]:
@@ -193,8 +207,9 @@ def _publish_all(
             taken = []  # perhaps they have arrived: a repeated message is harmless
     for task, number in Counter(row.task for row in taken).items():
         metrics.published(task, number)
-    unmarked.ids[lease] = [row.id for row in taken]
-    done = {*unmarked.ids[lease], *(row.id for row, _ in refused)}
+    if taken:
+        unmarked.add(lease, [row.id for row in taken])
+    done = {row.id for row in (*taken, *(row for row, _ in refused))}
     _give_back(lease, refused, [row.id for row in rows if row.id not in done], now())
     return len(taken), away
 

@@ -32,7 +32,10 @@ def test_one_submission_is_one_message_on_its_queue(api: FlaskClient, world: Wor
     assert world.sql("SELECT state FROM outbox") == [("published",)]
 
 
-def test_what_the_broker_took_is_marked_with_the_next_claim(api: FlaskClient, world: World) -> None:
+def test_what_the_broker_took_is_marked_with_a_later_claim(
+    api: FlaskClient, world: World, monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(relay_outbox, "_MARK_SECONDS", 60)
     unmarked = relay_outbox.Unmarked()
     first, second, third = (submit(api, n=number) for number in range(3))
     relay_outbox.drain(relay_outbox.publish, unmarked=unmarked)
@@ -40,8 +43,12 @@ def test_what_the_broker_took_is_marked_with_the_next_claim(api: FlaskClient, wo
     run_job.run_once(first)  # whoever claims it does not wait for that
     fourth = submit(api, n=4)
     assert relay_outbox.drain(relay_outbox.publish, unmarked=unmarked) == 1
+    assert world.count("outbox", "state = 'leased'") == 3
+    monkeypatch.setattr(relay_outbox, "_MARK_SECONDS", 0)
+    fifth = submit(api, n=5)
+    assert relay_outbox.drain(relay_outbox.publish, unmarked=unmarked) == 1
     assert dict(world.sql("SELECT target_id, state FROM outbox")) == {
-        second: "published", third: "published", fourth: "leased"}
+        second: "published", third: "published", fourth: "published", fifth: "leased"}
 
 
 def test_a_relay_that_ends_leaves_nothing_unmarked(
