@@ -69,9 +69,10 @@ class _Turn:
         job_id = self._first()
         if job_id is None or held.callback_url is not None or not isinstance(outcome, Success):
             return run_job.finish(held, outcome, now)
+        ended_at = now()  # whoever waits for the writer's turn does not run
         try:
             with db.transaction() as tx:
-                after, _ = run_job.write_end(tx, held, outcome, now())
+                after, _ = run_job.write_end(tx, held, outcome, ended_at)
                 following = run_job.claim_next(tx, job_id, now())
         except (run_job.Lost, DBAPIError, PoolTimeout):  # whose fault it was shows when each is tried alone
             return run_job.finish(held, outcome, now)
