@@ -5,7 +5,8 @@ clock, ids, ports, backoff
              the time, names for rows, whether a port is free, when the next try is due
 db, schema   the engine and `transaction()`; the tables (`migrations/` makes them)
 statements   prebuilt statements, handed to the driver
-group_commit writers that come at the same time share a transaction
+gathering, group_commit
+             who comes at the same time acts together; writers share a transaction
 turnstile    the queue of a SQLite file's writers
 states       the closed vocabularies and the allowed moves
 errors       what can go wrong, without HTTP
@@ -24,7 +25,7 @@ interventions
 pages        the lists, newest first
 outlook, forecast
              how long a job has to wait, how large the backlog is
-status       the Redis view: the hash `job:<id>` and the relay's wake token
+status       the Redis view: the hash `job:<id>` and the relay's wake token; readers share a round trip
 presence     which workers and couriers are alive, and when the relay last ran
 signing      the secrets that callbacks are signed with
 logs         one JSON object a line

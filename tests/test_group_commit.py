@@ -46,7 +46,7 @@ class Writers:
         futures = [pool.submit(self.group.commit, items[0])]
         assert self.first_is_in.wait(30)
         futures += [pool.submit(self.group.commit, item) for item in items[1:]]
-        wait_until(lambda: len(self.group._waiting) == len(items) - 1, what="the others have gathered")
+        wait_until(lambda: len(self.group._gathering._waiting) == len(items) - 1, what="the others have gathered")
         self.go_on.set()
         pool.shutdown()
         return futures
@@ -179,7 +179,7 @@ def test_submissions_of_one_process_share_a_transaction(world: World, monkeypatc
                 for n in range(4)]
         rest += [pool.submit(submissions.submit_note, "a", f"note {n}", kind("history"), None, key(n % 2 and n + 10),
                              clock.now()) for n in range(4)]
-        wait_until(lambda: len(submissions._group._waiting) == 8, what="the others have gathered")
+        wait_until(lambda: len(submissions._group._gathering._waiting) == 8, what="the others have gathered")
         go_on.set()
     receipts = [future.result() for future in (first, *rest)]
     assert sizes == [1, 8]
