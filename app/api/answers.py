@@ -2,29 +2,29 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlencode
 
 from flask import Response, request
-from werkzeug.datastructures import Headers
 
 from app import clock, ids, jobs, outlook, states, status
 from app.submissions import Receipt
 
 if TYPE_CHECKING:
-    from _typeshed.wsgi import WSGIEnvironment
+    from _typeshed.wsgi import StartResponse, WSGIEnvironment
 
 
 class Answer(Response):
     """An answer of ours, whose headers are as they are to be: werkzeug would copy and check each of them again."""
 
-    def get_wsgi_headers(self, environ: WSGIEnvironment) -> Headers:
-        if self.status_code not in (200, 202):
-            return super().get_wsgi_headers(environ)
-        self.headers["Content-Length"] = str(len(self.get_data()))
-        return self.headers
+    def __call__(self, environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
+        """A list, of which the server knows that it is all there is: anything else it asks for part after part."""
+        if self.status_code not in (200, 202) or environ["REQUEST_METHOD"] == "HEAD":
+            return super().__call__(environ, start_response)
+        start_response(self.status, self.headers.to_wsgi_list())
+        return [self.get_data()]
 
 
 def address(path: str) -> str:
