@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlencode
 
 from flask import Response, request
+from werkzeug.datastructures import Headers
 
 from app import clock, ids, jobs, outlook, states, status
 from app.submissions import Receipt
@@ -16,8 +17,23 @@ if TYPE_CHECKING:
     from _typeshed.wsgi import StartResponse, WSGIEnvironment
 
 
+class _Headers(Headers):
+    """Headers of ours, as they are to be: werkzeug would check each, and once more when they are sent."""
+
+    def __init__(self, headers: list[tuple[str, str]]) -> None:
+        self._list = headers
+
+    def add(self, key: str, value: str, /, **_: Any) -> None:
+        self._list.append((key, value))
+
+
 class Answer(Response):
-    """An answer of ours, whose headers are as they are to be: werkzeug would copy and check each of them again."""
+    """JSON text, with headers of whole texts that no client has written."""
+
+    def __init__(self, body: str, code: int = 200, headers: Iterable[tuple[str, str]] = ()) -> None:
+        data = body.encode()
+        super().__init__([data], code, _Headers([
+            ("Content-Type", "application/json"), ("Content-Length", str(len(data))), *headers]))
 
     def __call__(self, environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
         """A list, of which the server knows that it is all there is: anything else it asks for part after part."""
@@ -34,7 +50,7 @@ def address(path: str) -> str:
 
 def of_json(document: Mapping[str, Any], code: int = 200) -> Response:
     """An answer with this document."""
-    return Answer(json.dumps(document, ensure_ascii=False) + "\n", code, content_type="application/json")
+    return Answer(json.dumps(document, ensure_ascii=False) + "\n", code)
 
 
 def page(name: str, documents: list[dict[str, Any]], cursor: object | None) -> Response:
@@ -61,7 +77,6 @@ def accepted(receipt: Receipt, kind: str) -> Response:
         headers.append(("Link", f'<{address(f"/notes/{receipt.note_id}")}>; rel="related"'))
     if receipt.replayed:
         headers.append(("Idempotent-Replayed", "true"))
-    headers.append(("Content-Type", "application/json"))
     return Answer(receipt.body, 202, headers)
 
 

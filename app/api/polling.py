@@ -45,8 +45,8 @@ def _from_sql(job_id: str) -> View:
 
 def answer(shown: View) -> Response:
     """200 with the job, or 304 to whoever has this state already (RFC 9110 13.1.2)."""
-    body = (shown.body + "\n").encode()
-    etag = hashlib.blake2b(body, digest_size=16).hexdigest()
+    body = shown.body + "\n"
+    etag = hashlib.blake2b(body.encode(), digest_size=16).hexdigest()
     headers = [("ETag", f'"{etag}"')]
     if shown.status not in states.FINAL:
         running_since = _moment(shown.started_at) if shown.started_at and shown.status == states.RUNNING else None
@@ -60,9 +60,7 @@ def answer(shown: View) -> Response:
         headers.append(("Cache-Control", "private, no-cache"))
         if request.if_none_match.contains_weak(etag):  # the only condition: werkzeug's 412 would be no problem+json
             code = 304
-    made = answers.Answer(body, code, [("Content-Type", "application/json")])
-    made.headers.extend(headers)
-    return made
+    return answers.Answer(body, code, headers)
 
 
 def _moment(text: str) -> datetime:
