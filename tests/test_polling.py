@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 from flask.testing import FlaskClient
+from werkzeug.test import EnvironBuilder
 
 from app import clock, db, jobs, kinds, status
 from tasks import prune_expired, run_job
-from tests.conftest import World
+from tests.conftest import World, one_database
 from tests.running import a_kind, later, submit
 
 KEYS = {
@@ -238,3 +239,19 @@ def test_without_a_token_everything_but_the_open_routes_is_closed(world: World) 
             assert answer.content_type == "application/problem+json"
     assert client.get("/health").status_code == 200
     assert client.get("/problems/expired").status_code == 200
+
+
+# --- over the wire ---
+
+
+@one_database
+def test_an_answer_is_handed_to_the_server_as_a_whole(api: FlaskClient, world: World) -> None:
+    """It asks for the parts of anything but a list one after the other, and sends the head before the body."""
+    job_id = submit(api, n=5)
+    for path, json, code in ((f"/jobs/{job_id}", None, 200), ("/jobs", None, 200), ("/jobs", {"n": 5}, 202)):
+        environ = EnvironBuilder(path, json=json, method="POST" if json else "GET").get_environ()
+        told: list[Any] = []
+        parts = api.application.wsgi_app(environ, lambda *given: told.append(given))
+        (line, headers), = told
+        assert isinstance(parts, list) and len(parts) == 1 and int(line[:3]) == code
+        assert [value for name, value in headers if name == "Content-Length"] == [str(len(parts[0]))]
