@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from bench import installations, stores
+from bench import asking, installations, stores
 from bench.installations import Installation, Peer
 from tests import servers
 
@@ -74,18 +74,38 @@ def _given(server: servers.Postgres | None) -> servers.Postgres:
     return server
 
 
-def started(stack: contextlib.ExitStack, names: Sequence[str], workers: bool) -> dict[str, Installation]:
-    """These contenders, all up at the same time for as long as the stack is open, with or without their workers."""
-    server = stack.enter_context(stores.postgres())
+class Fleet:
+    """Contenders that are all up at the same time until the stack is closed. Several measures share them: each is
+    started once."""
 
-    def start(name: str) -> Installation:
-        installed = install(name, server)
-        stack.callback(installed.close)
+    def __init__(self, stack: contextlib.ExitStack) -> None:
+        self._stack = stack
+        self._server: servers.Postgres | None = None
+        self._up: dict[str, Installation] = {}
+        self._working: set[str] = set()
+
+    def up(self, names: Sequence[str], workers: bool) -> dict[str, Installation]:
+        """These, with workers that have worked off a job, or without workers."""
+        self._start([name for name in names if name not in self._up])
+        chosen = {name: self._up[name] for name in names}
+        for name, each in chosen.items():
+            if workers and name not in self._working and name != BARE:
+                each.start_workers()
+            if not workers:
+                each.kill("workers")
+        for name in set(names) - self._working - {BARE} if workers else ():
+            asking.finished_job(chosen[name])
+        self._working = self._working | set(names) if workers else self._working - set(names)
+        return chosen
+
+    def _start(self, names: Sequence[str]) -> None:
+        if self._server is None:
+            self._server = self._stack.enter_context(stores.postgres())
+        with ThreadPoolExecutor(4) as pool:  # much of a start is waiting
+            self._up |= zip(names, pool.map(self._start_one, names))
+
+    def _start_one(self, name: str) -> Installation:
+        installed = install(name, self._server)
+        self._stack.callback(installed.close)
         installed.start_web()
         return installed
-
-    with ThreadPoolExecutor(4) as pool:  # much of a start is waiting
-        up = dict(zip(names, pool.map(start, names)))
-    for each in up.values() if workers else ():
-        each.start_workers()
-    return up

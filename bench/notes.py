@@ -3,13 +3,12 @@ the last history is written. The peer keeps its notes in SQLite (WAL) and hands 
 not durable."""
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable
 
-from bench import asking, end_to_end, fleet
+from bench import end_to_end
 from bench.figures import Target
-from bench.fleet import CELERY, OURS, OURS_POSTGRESQL
+from bench.fleet import CELERY, OURS, OURS_POSTGRESQL, Fleet
 
 REPEATS = 3
 TARGETS = [Target("end to end, notes", "jobs_per_second", ours, CELERY, at_least=2.0)
@@ -17,9 +16,7 @@ TARGETS = [Target("end to end, notes", "jobs_per_second", ours, CELERY, at_least
 _NOTES = 5000
 
 
-def contenders(stack: contextlib.ExitStack) -> dict[str, Callable[[], dict[str, float]]]:
+def contenders(fleet: Fleet) -> dict[str, Callable[[], dict[str, float]]]:
     """Each has worked off a job before the first note."""
-    up = fleet.started(stack, (OURS, OURS_POSTGRESQL, CELERY), workers=True)
-    for each in up.values():
-        asking.finished_job(each)
+    up = fleet.up((OURS, OURS_POSTGRESQL, CELERY), workers=True)
     return {name: functools.partial(end_to_end.worked_off, each, "/notes", _NOTES) for name, each in up.items()}

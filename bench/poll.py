@@ -2,17 +2,16 @@
 a Flask route behind the same server that does nothing, and one that does one HGETALL."""
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable
 
-from bench import asking, fleet
+from bench import asking
 from bench.figures import Target
-from bench.fleet import BARE, CELERY, DRAMATIQ, HUEY_REDIS, HUEY_SQLITE, OURS, OURS_POSTGRESQL, PROCRASTINATE, RQ
+from bench.fleet import BARE, CELERY, DRAMATIQ, HUEY_REDIS, HUEY_SQLITE, OURS, OURS_POSTGRESQL, PROCRASTINATE, RQ, Fleet
 from bench.installations import Installation
 
 REPEATS = 3
-ONCE = fleet.FOR_ORIENTATION
+ONCE = frozenset({RQ, HUEY_SQLITE, HUEY_REDIS, DRAMATIQ, PROCRASTINATE})  # for orientation
 BARE_HASH = "bare Flask route, one HGETALL"
 TARGETS = [
     Target(f"poll, {state}", f"{state}_requests_per_second", ours, peer, at_least=ratio)
@@ -26,13 +25,11 @@ _HASH = {"version": 3, "job_id": "0" * 36, "kind": "primes", "status": "succeede
          "document": "x" * 330}
 
 
-def contenders(stack: contextlib.ExitStack) -> dict[str, Callable[[], dict[str, float]]]:
+def contenders(fleet: Fleet) -> dict[str, Callable[[], dict[str, float]]]:
     """The workers run until each has finished a job."""
-    up = fleet.started(stack, (*_NAMES, BARE), workers=True)
+    finished = {name: asking.finished_job(each) for name, each in fleet.up(_NAMES, workers=True).items()}
+    up = fleet.up((*_NAMES, BARE), workers=False)
     bare = up.pop(BARE)
-    finished = {name: asking.finished_job(each) for name, each in up.items()}
-    for each in up.values():
-        each.kill("workers")
     runs: dict[str, Callable[[], dict[str, float]]] = {
         name: functools.partial(_run, each, finished[name], asking.submit(each)) for name, each in up.items()}
     bare.store.jobs.hset("job:x", mapping=_HASH)

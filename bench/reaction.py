@@ -2,17 +2,16 @@
 result. 200 jobs a run, with the workers of all contenders up and idle."""
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable
 
-from bench import asking, fleet
+from bench import asking
 from bench.figures import Target
-from bench.fleet import CELERY, OURS, OURS_POSTGRESQL, PEERS
+from bench.fleet import CELERY, OURS, OURS_POSTGRESQL, PEERS, Fleet
 from bench.installations import Installation
 
 REPEATS = 3
-ONCE = fleet.FOR_ORIENTATION
+ONCE = frozenset(PEERS) - {CELERY}  # for orientation
 _A_RELAY_INTERVAL_MS = 1000
 TARGETS = [target for ours in (OURS, OURS_POSTGRESQL) for target in (
     Target("reaction", "p50_ms", ours, CELERY, at_most=1.5),
@@ -22,11 +21,9 @@ TARGETS = [target for ours in (OURS, OURS_POSTGRESQL) for target in (
 _JOBS = 200
 
 
-def contenders(stack: contextlib.ExitStack) -> dict[str, Callable[[], dict[str, float]]]:
+def contenders(fleet: Fleet) -> dict[str, Callable[[], dict[str, float]]]:
     """Each has worked off a job before the first is measured."""
-    up = fleet.started(stack, (OURS, OURS_POSTGRESQL, *PEERS), workers=True)
-    for each in up.values():
-        asking.finished_job(each)
+    up = fleet.up((OURS, OURS_POSTGRESQL, *PEERS), workers=True)
     return {name: functools.partial(_run, each) for name, each in up.items()}
 
 

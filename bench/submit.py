@@ -2,18 +2,17 @@
 its courier and beat, which publish meanwhile), the workers are not, alike for all."""
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable
 
-from bench import asking, fleet
+from bench import asking
 from bench.figures import Target
-from bench.fleet import BARE, CELERY, OURS, OURS_POSTGRESQL, PEERS, PROCRASTINATE
+from bench.fleet import BARE, CELERY, OURS, OURS_POSTGRESQL, PEERS, PROCRASTINATE, Fleet
 from bench.installations import Installation
 from tests.servers import wait_until
 
 REPEATS = 3
-ONCE = fleet.FOR_ORIENTATION
+ONCE = frozenset({*PEERS, BARE}) - {CELERY, PROCRASTINATE}  # for orientation
 TARGETS = [
     Target("submit", "requests_per_second", OURS, CELERY, at_least=1.0),
     Target("submit", "p99_ms", OURS, CELERY, at_most=1.0),
@@ -23,9 +22,9 @@ TARGETS = [
 _SECONDS = 2
 
 
-def contenders(stack: contextlib.ExitStack) -> dict[str, Callable[[], dict[str, float]]]:
+def contenders(fleet: Fleet) -> dict[str, Callable[[], dict[str, float]]]:
     """Each keeps what earlier runs have submitted: none has workers to work it off."""
-    up = fleet.started(stack, (OURS, OURS_POSTGRESQL, *PEERS, BARE), workers=False)
+    up = fleet.up((OURS, OURS_POSTGRESQL, *PEERS, BARE), workers=False)
     return {name: functools.partial(_run, each) for name, each in up.items()}
 
 
