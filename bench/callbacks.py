@@ -1,13 +1,15 @@
 """Callbacks a second to a receiver that is fast, against a plain loop of `requests.Session().post` in as many threads.
 
-Ours: a fresh installation with 2,000 finished jobs whose callbacks are due; broker, courier and beat start, and what
-counts is the time between the first hook and the last. The loop sends the same bodies with the same headers, signed
-beforehand, and does nothing else: it keeps nothing, and forgets what it has not sent when it dies.
+Ours: an installation with 2,000 finished jobs whose callbacks are due, a copy of one that was made before; broker,
+courier and beat start, and what counts is the time between the first hook and the last. The loop sends the same bodies
+with the same headers, signed beforehand, and does nothing else: it keeps nothing, and forgets what it has not sent when
+it dies.
 """
 from __future__ import annotations
 
 import contextlib
 import random
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -60,12 +62,21 @@ def _seed_one(tx: Any, kind: kinds.Kind, url: str) -> None:
     run_job.follow_up(tx, ended, now, clock.now())
 
 
-def courier(settings: dict[str, str]) -> dict[str, float]:
-    """One run of ours."""
-    with receiving.receiver() as door, tempfile.TemporaryDirectory() as folder:
+def seeded(door: receiving.Door, folder: Path, **settings: str) -> None:
+    """Makes the database that each run begins with."""
+    folder.mkdir()
+    with Site(folder, CALLBACK_ALLOW=f"127.0.0.1:{door.port}", **settings) as site:
+        seeding = [sys.executable, "-m", "bench.callbacks", "seed", door.url + "/hook", str(CALLBACKS)]
+        subprocess.run(seeding, env=site.env, check=True, timeout=_WAIT_SECONDS)
+
+
+def courier(door: receiving.Door, file: Path | None, **settings: str) -> dict[str, float]:
+    """One run of ours, on a copy of an SQLite file or with these settings."""
+    door.forget()
+    with tempfile.TemporaryDirectory() as folder:
+        if file is not None:
+            shutil.copy(file, folder)
         with Site(Path(folder), CALLBACK_ALLOW=f"127.0.0.1:{door.port}", CALLBACK_PER_HOST=THREADS, **settings) as site:
-            seeding = [sys.executable, "-m", "bench.callbacks", "seed", door.url + "/hook", str(CALLBACKS)]
-            subprocess.run(seeding, env=site.env, check=True, timeout=_WAIT_SECONDS)
             stack = site.start("redis", "courier", "beat")
             seconds = door.wait(CALLBACKS, _WAIT_SECONDS)
             used = _processor_seconds(stack.part("tasks courier"))
@@ -79,13 +90,13 @@ def _processor_seconds(process: psutil.Process) -> float:
     return float(times.user + times.system)
 
 
-def loop() -> dict[str, float]:
+def loop(door: receiving.Door) -> dict[str, float]:
     """One run of the plain loop, in a process of its own."""
-    with receiving.receiver() as door:
-        ran = subprocess.run([sys.executable, "-m", "bench.callbacks", "loop", door.url + "/hook"], check=True,
-                             timeout=_WAIT_SECONDS, capture_output=True, text=True)
-        return {"deliveries_per_second": CALLBACKS / door.wait(CALLBACKS, 1),
-                "loop_ms_per_delivery": float(ran.stdout) * 1000 / CALLBACKS}
+    door.forget()
+    ran = subprocess.run([sys.executable, "-m", "bench.callbacks", "loop", door.url + "/hook"], check=True,
+                         timeout=_WAIT_SECONDS, capture_output=True, text=True)
+    return {"deliveries_per_second": CALLBACKS / door.wait(CALLBACKS, 1),
+            "loop_ms_per_delivery": float(ran.stdout) * 1000 / CALLBACKS}
 
 
 def _loop(url: str) -> None:
@@ -121,11 +132,17 @@ def _signed(url: str) -> tuple[bytes, dict[str, str]]:
 
 def contenders(stack: contextlib.ExitStack) -> dict[str, Run]:
     """What is measured, by name; the servers run until the stack is closed."""
+    door = stack.enter_context(receiving.receiver())
+    folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
     postgres = stack.enter_context(stores.postgres())
+    template = postgres.new_database()
+    seeded(door, folder / "sqlite")
+    seeded(door, folder / "postgresql", DATABASE_URL=postgres.url(template))
     return {
-        OURS["sqlite"]: lambda: courier({}),
-        OURS["postgresql"]: lambda: courier({"DATABASE_URL": postgres.url(postgres.new_database())}),
-        LOOP: loop,
+        OURS["sqlite"]: lambda: courier(door, folder / "sqlite" / "jobs.sqlite3"),
+        OURS["postgresql"]: lambda: courier(
+            door, None, DATABASE_URL=postgres.url(postgres.new_database(template))),
+        LOOP: lambda: loop(door),
     }
 
 

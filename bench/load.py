@@ -20,6 +20,7 @@ from typing import Any
 _HEAD = b"Host: 127.0.0.1\r\nAccept: */*\r\n"
 _WARM_UP_SECONDS = 0.3  # of a load by time, not counted: connections, first statements, pools
 _PATIENCE_SECONDS = 30.0  # without any answer
+TOLD = 10
 
 
 class Connection:
@@ -69,10 +70,13 @@ def post(path: str, body: bytes) -> bytes:
         path.encode(), _HEAD, len(body), body)
 
 
-def submissions(path: str, run: str = "") -> Iterator[bytes]:
-    """Requests that differ: jobs with small numbers, notes with texts of their own."""
+def submissions(path: str, told: str | None = None) -> Iterator[bytes]:
+    """Requests that differ: jobs with small numbers, one of TOLD with a callback to the URL `told`, or notes with texts
+    of their own."""
     for number in itertools.count():
-        body = {"text": f"note {number} {run}"} if path == "/notes" else {"n": number % 97}
+        body: dict[str, Any] = {"text": f"note {number}"} if path == "/notes" else {"n": number % 97}
+        if told is not None and number % TOLD == 0:
+            body["callback_url"] = told
         yield post(path, json.dumps(body).encode())
 
 
@@ -193,9 +197,10 @@ def main() -> None:
     parser.add_argument("--seconds", type=float)
     parser.add_argument("--count", type=int, default=1000)
     parser.add_argument("--patience", type=float, default=_PATIENCE_SECONDS)
+    parser.add_argument("--told")
     given = parser.parse_args()
     loads: dict[str, Callable[[], dict[str, float]]] = {
-        "submit": lambda: drive(given, submissions(given.path), 202),
+        "submit": lambda: drive(given, submissions(given.path, given.told), 202),
         "poll": lambda: drive(given, itertools.repeat(get(given.path)), 200),
         "react": lambda: react(given.port, given.path, given.count),
     }

@@ -1,6 +1,7 @@
 """A callback receiver that is no bottleneck: one process, one thread, epoll, connections kept, 204 to everything.
 
-`python -m bench.receiving` prints its port. `GET /` tells how many hooks have come, and when the first and the last.
+`python -m bench.receiving` prints its port. `GET /` tells how many hooks have come, and when the first and the last;
+`GET /forget` begins anew.
 """
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ class Seen:
     last: float = 0.0
 
 
-class _Door:
+class Door:
     """A receiver that runs beside."""
 
     def __init__(self, port: int) -> None:
@@ -42,6 +43,9 @@ class _Door:
         with self._opener.open(self.url, timeout=30) as answer:
             return Seen(**json.load(answer))
 
+    def forget(self) -> None:
+        self._opener.open(f"{self.url}/forget", timeout=30).close()
+
     def wait(self, hooks: int, seconds: float) -> float:
         """Waits until so many have come; returns the seconds between the first and the last."""
         wait_until(lambda: self.seen().hooks >= hooks, seconds, f"{hooks} hooks")
@@ -50,12 +54,12 @@ class _Door:
 
 
 @contextlib.contextmanager
-def receiver() -> Iterator[_Door]:
+def receiver() -> Iterator[Door]:
     """One in a process of its own."""
     process = subprocess.Popen([sys.executable, "-m", "bench.receiving"], stdout=subprocess.PIPE)
     try:
         assert process.stdout is not None
-        yield _Door(int(process.stdout.readline()))
+        yield Door(int(process.stdout.readline()))
     finally:
         process.kill()
         process.communicate()
@@ -66,6 +70,8 @@ def _answers(taken: bytearray, seen: Seen) -> bytes:
     said = b""
     while (head := taken.find(b"\r\n\r\n")) >= 0:
         if taken.startswith(b"GET"):
+            if taken.startswith(b"GET /forget"):
+                seen.hooks, seen.first, seen.last = 0, 0.0, 0.0
             told = json.dumps(vars(seen)).encode()
             said += b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(told), told)
             del taken[:head + 4]
