@@ -1,7 +1,9 @@
-"""Celery's own processes while the broker is in trouble: they stay, try again soon, and leave no heap of ticks."""
+"""Celery's own processes: while the broker is in trouble they stay, try again soon, and leave no heap of ticks; of what
+is over they keep nothing."""
 from __future__ import annotations
 
 import contextlib
+import heapq
 import logging
 import time
 from typing import Any
@@ -19,6 +21,7 @@ AGAIN_SECONDS = 1.0  # between tries to reach the broker; Celery's own wait grow
 # How long the consumer's events about tasks are gathered (at most 24): a message for each costs more than to take the
 # task's own. Who looks at Flower does not notice.
 _EVENTS_SECONDS = 0.2
+_TIMERS = 1000  # more than a worker has at work by far: some of them are cancelled
 _TICKS_WAITING = 4  # more of them in the queue, and nobody takes any: further ones would only be a burst later
 
 
@@ -27,6 +30,15 @@ def _connect(connection: Connection, callback: Any = None) -> Connection:
         log.error("the broker is away", extra={"error": f"{type(error).__name__}: {error}"})
 
     return connection.ensure_connection(tell, None, interval_start=AGAIN_SECONDS, interval_step=0, callback=callback)
+
+
+def forget_cancelled(timer: Any) -> None:
+    """Takes cancelled entries out of a kombu timer once there are many. It would keep them until they are due: half a
+    kilobyte of each job, for as long as its time limit."""
+    queue = timer._queue
+    if len(queue) > _TIMERS:
+        queue[:] = [entry for entry in queue if not entry[2].canceled]  # in place: who goes through it holds the list
+        heapq.heapify(queue)
 
 
 class Reconnecting(Consumer):
@@ -43,6 +55,7 @@ class Reconnecting(Consumer):
         if self.hub and moment >= self._events_due_at:
             self._events_due_at = moment + _EVENTS_SECONDS
             self.hub.call_later(_EVENTS_SECONDS, self._flush_events)
+            forget_cancelled(self.hub.timer)
 
     def ensure_connected(self, conn: Connection) -> Connection:
         connected = _connect(conn, state.maybe_shutdown)
