@@ -7,7 +7,7 @@ import http.cookiejar
 import os
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -114,9 +114,11 @@ class _Running:
     def watch(self, used: socket.socket) -> None:
         """Remembers a socket that the attempt uses, by a descriptor of its own: TLS replaces the first one. From now on
         it is the deadline that ends a wait."""
-        used.settimeout(self.seconds + _NET_SECONDS)
+        if used.gettimeout() != self.seconds + _NET_SECONDS:
+            used.settimeout(self.seconds + _NET_SECONDS)
+        again = os.dup(used.fileno())
         with self.lock:
-            self.sockets.append(socket.socket(fileno=os.dup(used.fileno())))
+            self.sockets.append(socket.socket(used.family, used.type, used.proto, again))  # told, it asks nobody
         if self.over:
             self.shut()
 
@@ -151,7 +153,8 @@ def _deadline(seconds: float) -> Iterator[_Running]:
 
 
 def _watched(connection_class: type) -> type:
-    """The same connection class, whose sockets the running attempt's deadline can shut."""
+    """The same connection class, whose sockets the running attempt's deadline can shut, and whose requests leave in one
+    piece: two would wake the receiver twice."""
 
     def new_conn(self: Any) -> socket.socket:
         opened = connection_class._new_conn(self)  # type: ignore[attr-defined]
@@ -162,10 +165,22 @@ def _watched(connection_class: type) -> type:
         if self.sock is not None:  # kept alive from an earlier attempt
             _this_thread.running.watch(self.sock)
             self.timeout = self.sock.gettimeout()
-        return connection_class.request(self, *args, **kwargs)  # type: ignore[attr-defined]
+        self.pieces = []
+        try:
+            connection_class.request(self, *args, **kwargs)  # type: ignore[attr-defined]
+        finally:
+            pieces, self.pieces = self.pieces, None
+        self.send(b"".join(pieces))
+
+    def send(self: Any, data: bytes) -> None:
+        if self.pieces is None:
+            connection_class.send(self, data)  # type: ignore[attr-defined]
+        else:
+            self.pieces.append(data)
 
     return type(f"Watched{connection_class.__name__}", (connection_class,), {
-        "_new_conn": new_conn, "request": request, "response_class": answers.FinalAnswer})
+        "_new_conn": new_conn, "request": request, "send": send, "pieces": None,
+        "response_class": answers.FinalAnswer})
 
 
 class _WatchedAdapter(SafeAdapter):
@@ -216,17 +231,19 @@ class _Route:
 
     session: Session
     adapter: SafeAdapter
-    prepared: requests.PreparedRequest
+    url: str
     target: str
+    headers: Mapping[str, str]
+    pool: Mapping[str, Any]  # what tells the pool of its connections
 
     def send(
         self, body: bytes, headers: dict[str, str], timeout: tuple[float, float],
     ) -> urllib3.BaseHTTPResponse:
         """As `requests` does it for a session. A connection is made, and its address checked, by the pool."""
-        pool: Any = self.adapter.get_connection_with_tls_context(self.prepared, self.session.verify)
-        self.adapter.cert_verify(pool, self.prepared.url, self.session.verify, None)
+        pool: Any = self.adapter.poolmanager.connection_from_host(**self.pool)
+        self.adapter.cert_verify(pool, self.url, self.session.verify, None)
         answer: urllib3.BaseHTTPResponse = pool.urlopen(
-            "POST", self.target, body, {**self.prepared.headers, **headers}, self.adapter.max_retries, redirect=False,
+            "POST", self.target, body, {**self.headers, **headers}, self.adapter.max_retries, redirect=False,
             assert_same_host=False, timeout=urllib3.Timeout(connect=timeout[0], read=timeout[1]),
             preload_content=False, decode_content=False)
         return answer
@@ -240,4 +257,6 @@ def _route(pid: int, url: str, allow: tuple[str, ...]) -> _Route:
     del prepared.headers["Content-Length"]
     adapter = session.get_adapter(prepared.url or "")
     assert isinstance(adapter, SafeAdapter)
-    return _Route(session, adapter, prepared, adapter.request_url(prepared, {}))
+    host, how = adapter.build_connection_pool_key_attributes(prepared, session.verify)
+    return _Route(session, adapter, prepared.url or "", adapter.request_url(prepared, {}), dict(prepared.headers),
+                  {**host, "pool_kwargs": how})

@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import base64
-import hashlib
 import hmac
 from collections.abc import Sequence
 from datetime import datetime
@@ -22,4 +21,4 @@ def headers(webhook_id: str, now: datetime, body: bytes, secrets: Sequence[str])
 
 def _sign(secret: str, signed: bytes) -> str:
     key = base64.b64decode(secret.removeprefix("whsec_"), validate=True)
-    return "v1," + base64.b64encode(hmac.new(key, signed, hashlib.sha256).digest()).decode()
+    return "v1," + base64.b64encode(hmac.digest(key, signed, "sha256")).decode()
