@@ -14,7 +14,7 @@ from typing import Any
 
 from sqlalchemy import Connection, bindparam, func, insert, select, update
 
-from app import backoff, states
+from app import backoff, statements, states
 from app.clock import isoformat
 from app.schema import endpoints
 
@@ -52,7 +52,7 @@ _find = select(*_columns).where(endpoints.c.id == bindparam("endpoint"))
 
 def find(view: Connection, endpoint: str) -> Circuit | None:
     """How this endpoint has answered; None when it has not been tried."""
-    row = view.execute(_find, {"endpoint": endpoint}).first()
+    row = statements.first(view, _find, {"endpoint": endpoint})
     return None if row is None else Circuit(*row)
 
 

@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 from sqlalchemy import Connection, bindparam, func, insert, select, update
 
-from app import backoff, circuits, excerpts, outbox, states, turns
+from app import backoff, circuits, excerpts, outbox, statements, states, turns
 from app.clock import isoformat
 from app.config import settings
 from app.ids import new_id
@@ -235,12 +235,12 @@ def record(
     return after
 
 
-_append = insert(delivery_attempts)
+_append = insert(delivery_attempts).values({field.name: bindparam(field.name) for field in fields(Attempt)})
 
 
 def append(tx: Connection, *made: Attempt) -> None:
     """The rows of attempts."""
-    tx.execute(_append, [{
+    statements.changed_by_all(tx, _append, [{
         "delivery_id": tried.delivery_id, "attempt": tried.attempt, "at": tried.at,
         "response_code": tried.response_code,
         "error": None if tried.error is None else storable(excerpts.line(tried.error)),

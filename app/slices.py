@@ -15,9 +15,9 @@ from typing import Any
 
 from sqlalchemy import Connection, and_, bindparam, delete, exists, func, or_, select, update
 
-from app import deliveries, states, turns
+from app import deliveries, statements, states, turns
 from app.deliveries import Attempt, Delivery
-from app.jobs import Job, touch_all
+from app.jobs import MOST_TOUCHED, Job, touch_all
 from app.schema import deliveries as table
 from app.schema import delivery_attempts, endpoints, guard, jobs
 from app.schema import outbox as outbox_table
@@ -49,7 +49,11 @@ def claimed(held: Delivery, job: Job) -> Claimed:
 
 # --- reserving ---
 
-_ids: Any = bindparam("ids", expanding=True)
+MOST = MOST_TOUCHED  # that one place has at a time
+# Who has been staged so lately may be on the way by a message, which opens another place: it goes last here.
+_ON_THE_WAY_SECONDS = 2.0
+_ROOM_FOR_THOSE = 8  # few have a message: the others wait for the end of an attempt (`joining`)
+_ids = statements.listed(table.c.id, "id", MOST)
 _job_columns = [jobs.c[column.name] for column in fields(Job) if column.name != "as_of"]
 _delivery_columns = [table.c[column.name] for column in fields(Delivery)]
 _message = and_(outbox_table.c.task == states.DELIVER_WEBHOOK, outbox_table.c.target_id == table.c.id)
@@ -58,7 +62,7 @@ _last_lease = select(func.max(_place.c.leased_until)).where(
     _place.c.host == bindparam("to_host"), _place.c.state == states.SENDING).scalar_subquery()
 # Not a retry that has a message: it may have to step back first (`tasks.spreading`). Nor what is `set_apart`.
 _next = (
-    select(_last_lease, outbox_table.c.id, *_delivery_columns, *_job_columns)
+    select(_last_lease, outbox_table.c.id, outbox_table.c.available_at, *_delivery_columns, *_job_columns)
     .join(jobs, jobs.c.id == table.c.job_id).join(endpoints, endpoints.c.id == table.c.endpoint)
     .outerjoin(outbox_table, _message)
     .where(table.c.endpoint == bindparam("endpoint"), endpoints.c.standing == states.WELL,
@@ -66,7 +70,7 @@ _next = (
            table.c.next_attempt_at >= table.c.created_at,
            or_(table.c.attempts == 0, outbox_table.c.id.is_(None)))
     .order_by(table.c.next_attempt_at).limit(bindparam("most")))
-_reserve = update(table).where(table.c.id.in_(_ids), guard(table.c.state, states.PENDING)).values(
+_reserve = update(table).where(_ids, guard(table.c.state, states.PENDING)).values(
     state=states.SENDING, next_attempt_at=None, leased_until=bindparam("until"))
 # In the order of their ids, as everybody who holds several.
 _messages = (
@@ -79,25 +83,32 @@ def reserve(
     tx: Connection, endpoint: str, host: str, most: int, now: datetime, leased_until: datetime,
 ) -> list[Claimed]:
     """pending → sending: reserves at most so many deliveries of this endpoint, those that have been due longest, for
-    one place. None when the endpoint is not well. The caller holds the host, and has recorded what was in the place."""
-    asked = {"endpoint": endpoint, "to_host": host, "most": most, "now": now}
-    rows = tx.execute(_next, asked).all()
+    one place; those for which a message was staged a moment ago only when there are no others. None when the endpoint
+    is not well. The caller holds the host, and has recorded what was in the place."""
+    asked = {"endpoint": endpoint, "to_host": host, "most": most + _ROOM_FOR_THOSE, "now": now}
+    staged_since = now - timedelta(seconds=_ON_THE_WAY_SECONDS)
+    rows = sorted(
+        statements.rows(tx, _next, asked), key=lambda row: row[2] is not None and row[2] > staged_since)[:most]
     if not rows:
         return []
-    until, cut = turns.lease_after(rows[0][0], leased_until), 2 + len(_delivery_columns)
+    until, cut = turns.lease_after(rows[0][0], leased_until), 3 + len(_delivery_columns)
     found = [Claimed(
         replace(known, state=states.SENDING, next_attempt_at=None, leased_until=until), Job(*row[cut:]),
-        known.attempts + 1, known.next_attempt_at) for row in rows for known in [Delivery(*row[2:cut])]]
-    tx.execute(_reserve, {"ids": [one.delivery.id for one in found], "until": until})
+        known.attempts + 1, known.next_attempt_at) for row in rows for known in [Delivery(*row[3:cut])]]
+    statements.changed(tx, _reserve, {**_listing([one.delivery.id for one in found]), "until": until})
     if messages := [row[1] for row in rows if row[1] is not None]:
         tx.execute(_settle, {"rows": messages})
     return found
 
 
+def _listing(ids: Sequence[str]) -> dict[str, Any]:
+    return statements.listing("id", ids, MOST)
+
+
 # --- recording ---
 
 _deliver = update(table).where(
-    table.c.id.in_(_ids), table.c.attempts == bindparam("held"), table.c.leased_until == bindparam("until"),
+    _ids, table.c.attempts == bindparam("held"), table.c.leased_until == bindparam("until"),
     guard(table.c.state, states.SENDING),
 ).values(
     state=states.DELIVERED, attempts=bindparam("made"), last_response=bindparam("code"), finished_at=bindparam("now"),
@@ -109,9 +120,9 @@ def record(tx: Connection, made: Sequence[Made], now: datetime) -> list[tuple[Jo
     and them, as they are now. The caller holds the host."""
     ours: set[str] = set()
     for (held, until, number, code), alike in groupby(sorted(made, key=_order), key=_key):
-        ours.update(tx.execute(_deliver, {
-            "ids": [one.tried.delivery_id for one in alike], "held": held, "until": until, "made": number,
-            "code": code, "now": now}).scalars())
+        ours.update(delivery_id for delivery_id, in statements.rows(tx, _deliver, {
+            **_listing([one.tried.delivery_id for one in alike]), "held": held, "until": until, "made": number,
+            "code": code, "now": now}))
     kept = [one for one in made if one.tried.delivery_id in ours]
     if not kept:
         return []

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import Connection, Dialect
+from sqlalchemy import Connection, Dialect, bindparam
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.sql.compiler import SQLCompiler
 
@@ -84,6 +84,18 @@ def changed_by_all(tx: Connection, statement: Any, values: Sequence[Mapping[str,
     number = cursor.rowcount
     cursor.close()
     return int(number)
+
+
+def listed(column: Any, name: str, most: int) -> Any:
+    """Whether a column is one of several values: a condition for what is prebuilt, where a list has as many places as
+    it may have values."""
+    return column.in_([bindparam(f"{name}_{place}", type_=column.type) for place in range(most)])
+
+
+def listing(name: str, values: Sequence[Any], most: int) -> dict[str, Any]:
+    """The values of such a list, one at least: the last one takes the places that are left."""
+    assert 0 < len(values) <= most
+    return {f"{name}_{place}": values[min(place, len(values) - 1)] for place in range(most)}
 
 
 def _execute(tx: Connection, ready: _Ready, parameters: Any, many: bool = False) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 
 from sqlalchemy import Connection, and_, bindparam, exists, or_, select, text
 
-from app import circuits, outbox, states
+from app import circuits, outbox, statements, states
 from app.schema import deliveries, endpoints
 from app.schema import outbox as outbox_table
 
@@ -21,7 +21,7 @@ def hold(tx: Connection, host: str) -> None:
     """Until the transaction ends, nobody else counts or changes this host's deliveries (SQLite has one writer anyway).
     Taken before any row of theirs, so that two never wait for each other."""
     if tx.dialect.name == "postgresql":
-        tx.execute(_hold_host, {"host": host})
+        statements.rows(tx, _hold_host, {"host": host})
 
 
 @dataclass

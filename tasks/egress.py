@@ -257,6 +257,6 @@ def _route(pid: int, url: str, allow: tuple[str, ...]) -> _Route:
     del prepared.headers["Content-Length"]
     adapter = session.get_adapter(prepared.url or "")
     assert isinstance(adapter, SafeAdapter)
-    host, how = adapter.build_connection_pool_key_attributes(prepared, session.verify)
+    host, how = adapter.build_connection_pool_key_attributes(prepared, session.verify or True)
     return _Route(session, adapter, prepared.url or "", adapter.request_url(prepared, {}), dict(prepared.headers),
                   {**host, "pool_kwargs": how})

@@ -26,7 +26,7 @@ SECONDS = 0.25
 # What is answered is recorded so much later at most, or when one answer has taken longer: a courier that is killed
 # repeats no more than that.
 BATCH_SECONDS = 0.05
-MOST = 16  # then recording costs less than sending
+MOST = slices.MOST  # then recording costs a fifth of sending
 _OVERRUN = 2  # so many times as long as was planned, and what is left of a batch is given back
 _STEP_BACK_SECONDS = 1.0  # what cannot be sent now comes back so much later
 
