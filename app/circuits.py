@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from datetime import datetime, timedelta
 from typing import Any
@@ -52,8 +53,17 @@ _find = select(*_columns).where(endpoints.c.id == bindparam("endpoint"))
 
 def find(view: Connection, endpoint: str) -> Circuit | None:
     """How this endpoint has answered; None when it has not been tried."""
-    row = statements.first(view, _find, {"endpoint": endpoint})
-    return None if row is None else Circuit(*row)
+    return found(statements.rows(view, *finding(endpoint)))
+
+
+def finding(endpoint: str) -> tuple[Any, dict[str, Any]]:
+    """What `find` asks for, to be asked together with something else; `found` reads the answer."""
+    return _find, {"endpoint": endpoint}
+
+
+def found(rows: Sequence[tuple[Any, ...]]) -> Circuit | None:
+    """The answer to `finding`."""
+    return Circuit(*rows[0]) if rows else None
 
 
 _of_host = select(endpoints.c.standing).where(
@@ -108,6 +118,14 @@ def note(
     """Writes down how an attempt that took so long went, and returns the endpoint's standing now. The caller holds the
     host's deliveries."""
     before = find(tx, endpoint)
+    return note_after(tx, before, endpoint, host, answered, seconds, chance, now)
+
+
+def note_after(
+    tx: Connection, before: Circuit | None, endpoint: str, host: str, answered: bool, seconds: float, chance: float,
+    now: datetime,
+) -> Circuit:
+    """As `note`, where the endpoint's standing before is known, to whom holds the host."""
     if not answered:
         after = _failed(endpoint, host, before, chance, now)
     else:

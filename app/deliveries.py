@@ -1,12 +1,12 @@
 """Deliveries: one callback of one job, and every move. Waiting is the column `next_attempt_at`; each try is a row."""
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from datetime import datetime, timedelta
 from typing import Any
 from urllib.parse import urlsplit
 
-from sqlalchemy import Connection, bindparam, func, insert, select, update
+from sqlalchemy import ARRAY, Connection, bindparam, func, insert, select, update
 
 from app import backoff, circuits, excerpts, outbox, statements, states, turns
 from app.clock import isoformat
@@ -235,16 +235,21 @@ def record(
     return after
 
 
-_append = insert(delivery_attempts).values({field.name: bindparam(field.name) for field in fields(Attempt)})
+_append = insert(delivery_attempts).values({column.name: bindparam(column.name) for column in _attempt_columns})
+# As arrays: one statement, which the driver would otherwise make anew for each row.
+_append_all = insert(delivery_attempts).from_select([column.name for column in _attempt_columns], select(*(
+    func.unnest(bindparam(column.name, type_=ARRAY(column.type))) for column in _attempt_columns)))
 
 
 def append(tx: Connection, *made: Attempt) -> None:
     """The rows of attempts."""
-    statements.changed_by_all(tx, _append, [{
-        "delivery_id": tried.delivery_id, "attempt": tried.attempt, "at": tried.at,
-        "response_code": tried.response_code,
-        "error": None if tried.error is None else storable(excerpts.line(tried.error)),
-        "duration_seconds": tried.duration_seconds, "excerpt": tried.excerpt} for tried in made])
+    values = [replace(
+        tried, error=None if tried.error is None else storable(excerpts.line(tried.error))) for tried in made]
+    if tx.dialect.name == "postgresql":
+        statements.changed(tx, _append_all, {
+            field.name: [getattr(each, field.name) for each in values] for field in fields(Attempt)})
+    else:
+        statements.changed_by_all(tx, _append, list(map(vars, values)))
 
 
 _stalled = select(*_columns).where(

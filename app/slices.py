@@ -15,7 +15,8 @@ from typing import Any
 
 from sqlalchemy import Connection, and_, bindparam, delete, exists, func, or_, select, update
 
-from app import deliveries, statements, states, turns
+from app import circuits, deliveries, statements, states, turns
+from app.circuits import Circuit
 from app.deliveries import Attempt, Delivery
 from app.jobs import MOST_TOUCHED, Job, touch_all
 from app.schema import deliveries as table
@@ -115,14 +116,22 @@ _deliver = update(table).where(
     leased_until=None).returning(table.c.id)
 
 
-def record(tx: Connection, made: Sequence[Made], now: datetime) -> list[tuple[Job, Delivery]]:
-    """sending → delivered, with the rows of these attempts, of those that are still their sender's. Returns their jobs,
-    and them, as they are now. The caller holds the host."""
-    ours: set[str] = set()
-    for (held, until, number, code), alike in groupby(sorted(made, key=_order), key=_key):
-        ours.update(delivery_id for delivery_id, in statements.rows(tx, _deliver, {
-            **_listing([one.tried.delivery_id for one in alike]), "held": held, "until": until, "made": number,
-            "code": code, "now": now}))
+def record(
+    tx: Connection, endpoint: str, host: str, made: Sequence[Made], now: datetime,
+) -> tuple[Circuit | None, list[tuple[Job, Delivery]]]:
+    """Holds this host; then sending → delivered, with the rows of these attempts, of those that are still their
+    sender's. Returns how the endpoint stood, and their jobs, and them, as they are now."""
+    delivering = [(_deliver, {
+        **_listing([one.tried.delivery_id for one in alike]), "held": held, "until": until, "made": number,
+        "code": code, "now": now})
+        for (held, until, number, code), alike in groupby(sorted(made, key=_order), key=_key)]
+    holding = turns.holding(tx, host)
+    found = statements.together(tx, *holding, circuits.finding(endpoint), *delivering)
+    standing, *delivered = found[len(holding):]
+    return circuits.found(standing), _append(tx, made, {row[0] for rows in delivered for row in rows}, now)
+
+
+def _append(tx: Connection, made: Sequence[Made], ours: set[str], now: datetime) -> list[tuple[Job, Delivery]]:
     kept = [one for one in made if one.tried.delivery_id in ours]
     if not kept:
         return []

@@ -35,6 +35,8 @@ class _Ready:
         return found if self.names is None else tuple([found[name] for name in self.names])
 
     def fetch(self, dialect: Dialect, cursor: Any) -> list[Row]:
+        if cursor.description is None:
+            return []  # it changes rows, and tells none
         if self.columns is None:
             self.columns = tuple(
                 (place, convert) for place, (kind, said) in enumerate(zip(self.types, cursor.description))
@@ -59,6 +61,24 @@ def rows(tx: Connection, statement: Any, values: Mapping[str, Any]) -> list[Row]
     cursor = _execute(tx, ready, ready.parameters(values))
     found = ready.fetch(tx.dialect, cursor)
     cursor.close()
+    return found
+
+
+def together(tx: Connection, *asked: tuple[Any, Mapping[str, Any]]) -> list[list[Row]]:
+    """What each of these statements returns, made in this order; in one round trip, where there are any. None of them
+    depends on what another one returns."""
+    if tx.dialect.name != "postgresql":
+        return [rows(tx, statement, values) for statement, values in asked]
+    ready = [_for(tx.dialect, statement) for statement, _ in asked]
+    driver: Any = tx.connection.driver_connection
+    try:
+        with driver.pipeline():
+            cursors = [_execute(tx, each, each.parameters(values)) for each, (_, values) in zip(ready, asked)]
+    except tx.dialect.loaded_dbapi.Error as error:
+        raise _raised(tx, ready[0].text, error) from error
+    found = [each.fetch(tx.dialect, cursor) for each, cursor in zip(ready, cursors)]
+    for cursor in cursors:
+        cursor.close()
     return found
 
 
@@ -99,21 +119,27 @@ def listing(name: str, values: Sequence[Any], most: int) -> dict[str, Any]:
 
 
 def _execute(tx: Connection, ready: _Ready, parameters: Any, many: bool = False) -> Any:
-    raw, errors = tx.connection, tx.dialect.loaded_dbapi.Error
-    cursor = raw.cursor()
+    cursor = tx.connection.cursor()
     try:
         if many:
             cursor.executemany(ready.text, parameters)
         else:
             cursor.execute(ready.text, parameters)
-    except errors as error:
-        gone = tx.dialect.is_disconnect(error, raw.driver_connection, cursor)
-        if gone:
-            tx.invalidate(error)
-        raise DBAPIError.instance(
-            ready.text, None, error, errors, hide_parameters=True, connection_invalidated=gone, dialect=tx.dialect,
-        ) from error
+    except tx.dialect.loaded_dbapi.Error as error:
+        raise _raised(tx, ready.text, error) from error
     return cursor
+
+
+def _raised(tx: Connection, text: str, error: Any) -> DBAPIError:
+    """A driver's error as SQLAlchemy raises it."""
+    errors = tx.dialect.loaded_dbapi.Error
+    gone = tx.dialect.is_disconnect(error, tx.connection.driver_connection, None)
+    if gone:
+        tx.invalidate(error)
+    raised = DBAPIError.instance(
+        text, None, error, errors, hide_parameters=True, connection_invalidated=gone, dialect=tx.dialect)
+    assert isinstance(raised, DBAPIError)
+    return raised
 
 
 def _for(dialect: Dialect, statement: Any) -> _Ready:

@@ -20,8 +20,13 @@ _hold_host = text("SELECT pg_advisory_xact_lock(hashtextextended(:host, 0))")
 def hold(tx: Connection, host: str) -> None:
     """Until the transaction ends, nobody else counts or changes this host's deliveries (SQLite has one writer anyway).
     Taken before any row of theirs, so that two never wait for each other."""
-    if tx.dialect.name == "postgresql":
-        statements.rows(tx, _hold_host, {"host": host})
+    for statement, values in holding(tx, host):
+        statements.rows(tx, statement, values)
+
+
+def holding(tx: Connection, host: str) -> list[tuple[Any, dict[str, Any]]]:
+    """What `hold` asks for, to be asked together with what comes next."""
+    return [(_hold_host, {"host": host})] if tx.dialect.name == "postgresql" else []
 
 
 @dataclass

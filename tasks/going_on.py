@@ -115,13 +115,12 @@ def record(batch: Batch, until: float | None, stages: bool, now: datetime, lease
     host, endpoint, per_host = first.delivery.host, first.delivery.endpoint, settings().callback_per_host
     wakes, begins, following = False, batch.begins, list[Claimed]()
     with db.transaction() as tx:
-        turns.hold(tx, host)
-        ended = slices.record(tx, batch.made, now)
+        circuit, ended = slices.record(tx, endpoint, host, batch.made, now)
         slices.give_back(tx, batch.left)
         ours = bool(batch.made) and len(ended) == len(batch.made)
         if ended:
             longest = max(made.tried.duration_seconds for made in batch.made)
-            circuits.note(tx, endpoint, host, True, longest, random.random(), now)
+            circuits.note_after(tx, circuit, endpoint, host, True, longest, random.random(), now)
         if ours and until is not None:
             over = until - time.monotonic() < BATCH_SECONDS
             if over and _may_stay() and turns.is_next(tx, endpoint, host, per_host, now):

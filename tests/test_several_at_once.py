@@ -3,6 +3,7 @@ no place, and waits for nobody for long."""
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 import time
 from collections.abc import Callable
@@ -52,8 +53,9 @@ def test_a_batch_is_one_transaction_and_one_place(api: FlaskClient, world: World
         deliver_webhook.run(ids[0], post=one_after_the_other(answers(204), look))
     assert seen == [(1, [("sending", 0)] * going_on.MOST)]
     assert set(state_of(world).values()) == {DELIVERED} and world.count("delivery_attempts") == len(ids)
-    assert len([1 for text, _ in made if text.startswith("INSERT INTO delivery_attempts")]) == 2
-    assert len([1 for text, _ in made if text.startswith("UPDATE jobs")]) == 2
+    texts = [text for text, _ in itertools.groupby(text for text, _ in made)]  # several rows in a row are one step
+    assert len([1 for text in texts if text.startswith("INSERT INTO delivery_attempts")]) == 2
+    assert len([1 for text in texts if text.startswith("UPDATE jobs")]) == 2
 
 
 @one_database
@@ -234,11 +236,11 @@ def test_a_sender_that_was_frozen_records_nothing_that_others_have(
 def test_the_fence_is_the_lease_too(api: FlaskClient, world: World) -> None:
     """A delivery that was reserved, given back and reserved by another has the same state and number of attempts."""
     first, second = some(api, WELL, 2)
+    place = standing(world, WELL).id, deliveries.host_of(WELL)
 
     def reserve(seconds: float) -> slices.Claimed:
         with db.transaction() as tx:
-            (one,) = slices.reserve(
-                tx, standing(world, WELL).id, deliveries.host_of(WELL), 1, clock.now(), later(seconds))
+            (one,) = slices.reserve(tx, *place, 1, clock.now(), later(seconds))
             return one
 
     lost = reserve(30)
@@ -248,13 +250,13 @@ def test_the_fence_is_the_lease_too(api: FlaskClient, world: World) -> None:
     assert ours.delivery.id == lost.delivery.id and ours.delivery.attempts == lost.delivery.attempts == 0
     tried = Attempt(lost.delivery.id, 1, clock.now(), 204, None, 0.1, None)
     with db.transaction() as tx:
-        assert slices.record(tx, [slices.Made(lost, tried)], clock.now()) == []
+        assert slices.record(tx, *place, [slices.Made(lost, tried)], clock.now())[1] == []
         assert deliveries.record(tx, lost.delivery, tried, "exhausted", None, clock.now()) is None
         assert slices.set_apart(tx, lost.delivery, clock.now()) is False
         slices.give_back(tx, [lost])
     assert state_of(world)[lost.delivery.id] == ("sending", 0) and world.count("delivery_attempts") == 0
     with db.transaction() as tx:
-        assert len(slices.record(tx, [slices.Made(ours, tried)], clock.now())) == 1
+        assert len(slices.record(tx, *place, [slices.Made(ours, tried)], clock.now())[1]) == 1
 
 
 # --- one slice after the other ---
