@@ -2,6 +2,7 @@
 row as it is afterwards, or None when it did not win."""
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -338,9 +339,11 @@ _touch_all = update(jobs).where(statements.listed(jobs.c.id, "id", MOST_TOUCHED)
 
 
 def touch_all(tx: Connection, known: Sequence[Job]) -> dict[str, Job]:
-    """As `touch`, for jobs that are final, of which nothing else changes, MOST_TOUCHED at most; by their ids."""
-    versions: dict[str, int] = dict(statements.rows(
-        tx, _touch_all, statements.listing("id", [job.id for job in known], MOST_TOUCHED)))
+    """As `touch`, for jobs that are final, of which nothing else changes; by their ids."""
+    ids = [job.id for job in known]
+    versions: dict[str, int] = dict(itertools.chain.from_iterable(statements.together(tx, *(
+        (_touch_all, statements.listing("id", ids[at:at + MOST_TOUCHED], MOST_TOUCHED))
+        for at in range(0, len(ids), MOST_TOUCHED)))))
     now = the_present()
     return {job.id: replace(job, version=versions[job.id], as_of=now) for job in known}
 

@@ -7,6 +7,7 @@ recorded. So of those whose sender dies before they are sent nothing is used up.
 """
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from datetime import datetime, timedelta
@@ -83,23 +84,40 @@ _settle = delete(outbox_table).where(outbox_table.c.id.in_(select(_messages.c.id
 def reserve(
     tx: Connection, endpoint: str, host: str, most: int, now: datetime, leased_until: datetime,
 ) -> list[Claimed]:
+    """As `reserve_each`, for one place."""
+    return reserve_each(tx, endpoint, host, [most], now, leased_until)[0]
+
+
+def reserve_each(
+    tx: Connection, endpoint: str, host: str, most: Sequence[int], now: datetime, leased_until: datetime,
+) -> list[list[Claimed]]:
     """pending → sending: reserves at most so many deliveries of this endpoint, those that have been due longest, for
-    one place; those for which a message was staged a moment ago only when there are no others. None when the endpoint
-    is not well. The caller holds the host, and has recorded what was in the place."""
-    asked = {"endpoint": endpoint, "to_host": host, "most": most + _ROOM_FOR_THOSE, "now": now}
+    each of these places; those for which a message was staged a moment ago only when there are no others. None when the
+    endpoint is not well. The caller holds the host, and has recorded what was in the places."""
+    if not any(most):
+        return [[] for _ in most]
+    asked = {"endpoint": endpoint, "to_host": host, "most": sum(most) + _ROOM_FOR_THOSE, "now": now}
     staged_since = now - timedelta(seconds=_ON_THE_WAY_SECONDS)
-    rows = sorted(
-        statements.rows(tx, _next, asked), key=lambda row: row[2] is not None and row[2] > staged_since)[:most]
-    if not rows:
-        return []
-    until, cut = turns.lease_after(rows[0][0], leased_until), 3 + len(_delivery_columns)
-    found = [Claimed(
-        replace(known, state=states.SENDING, next_attempt_at=None, leased_until=until), Job(*row[cut:]),
-        known.attempts + 1, known.next_attempt_at) for row in rows for known in [Delivery(*row[3:cut])]]
-    statements.changed(tx, _reserve, {**_listing([one.delivery.id for one in found]), "until": until})
+    rows = sorted(statements.rows(tx, _next, asked), key=lambda row: row[2] is not None and row[2] > staged_since)
+    rows = rows[:sum(most)]
+    found, following, last = list[list[Claimed]](), iter(rows), rows[0][0] if rows else None
+    for number in most:
+        last = turns.lease_after(last, leased_until)
+        found.append([_reserved(row, last) for row in itertools.islice(following, number)])
+    statements.together(tx, *((_reserve, {
+        **_listing([one.delivery.id for one in place]), "until": place[0].delivery.leased_until,
+    }) for place in found if place))
     if messages := [row[1] for row in rows if row[1] is not None]:
         tx.execute(_settle, {"rows": messages})
     return found
+
+
+def _reserved(row: statements.Row, leased_until: datetime) -> Claimed:
+    cut = 3 + len(_delivery_columns)
+    known = Delivery(*row[3:cut])
+    return Claimed(
+        replace(known, state=states.SENDING, next_attempt_at=None, leased_until=leased_until), Job(*row[cut:]),
+        known.attempts + 1, known.next_attempt_at)
 
 
 def _listing(ids: Sequence[str]) -> dict[str, Any]:

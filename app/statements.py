@@ -67,7 +67,7 @@ def rows(tx: Connection, statement: Any, values: Mapping[str, Any]) -> list[Row]
 def together(tx: Connection, *asked: tuple[Any, Mapping[str, Any]]) -> list[list[Row]]:
     """What each of these statements returns, made in this order; in one round trip, where there are any. None of them
     depends on what another one returns."""
-    if tx.dialect.name != "postgresql":
+    if tx.dialect.name != "postgresql" or len(asked) < 2:
         return [rows(tx, statement, values) for statement, values in asked]
     ready = [_for(tx.dialect, statement) for statement, _ in asked]
     driver: Any = tx.connection.driver_connection

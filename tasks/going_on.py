@@ -3,6 +3,8 @@ several at a time: it makes them one after the other, then one transaction recor
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
 import random
 import threading
 import time
@@ -12,10 +14,12 @@ from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 
 from celery import signals
+from sqlalchemy import Connection
 
 from app import backoff, circuits, db, metrics, slices, states, status, turns
 from app.config import settings
 from app.deliveries import Delivery
+from app.group_commit import GroupCommit
 from app.jobs import Job
 from app.slices import Claimed, Made
 from tasks import deadlines, threads
@@ -28,6 +32,7 @@ SECONDS = 0.25
 BATCH_SECONDS = 0.05
 MOST = slices.MOST  # then recording costs a fifth of sending
 _OVERRUN = 2  # so many times as long as was planned, and what is left of a batch is given back
+_ENDPOINTS = 64  # as many as are busy at one time; of one that is forgotten, two transactions may follow each other
 _STEP_BACK_SECONDS = 1.0  # what cannot be sent now comes back so much later
 
 
@@ -105,33 +110,82 @@ def _stop(**_: object) -> None:
     _stopping.set()
 
 
+@dataclass(eq=False)
+class _End:
+    """The end of a batch, and what comes of it."""
+
+    batch: Batch
+    until: float | None
+    stages: bool
+    now: datetime
+    lease: timedelta
+    ended: list[tuple[Job, Delivery]] = field(default_factory=list)
+    following: list[Claimed] = field(default_factory=list)
+    over: float | None = None
+    wakes: bool = False
+    shown: list[bool] = field(default_factory=list)  # of what follows
+
+
+@functools.lru_cache(maxsize=_ENDPOINTS)
+def _ends_of(endpoint: str) -> GroupCommit[_End]:
+    """Places of one endpoint wait for each other to record, since they count each other; so those that wait are
+    recorded in one transaction, and shown in one round trip."""
+    return GroupCommit(_write, _show)
+
+
 def record(batch: Batch, until: float | None, stages: bool, now: datetime, lease: timedelta) -> Recorded:
     """Writes what a batch has made, gives back what it has not, and shows all of it. Unless `until` is over
     (`time.monotonic`; None: there is nothing more to make), the next are reserved in its place. `stages`: whoever is in
     turn gets the place, unless another end does that."""
     if not batch.made and not batch.left:
         return Recorded([], [])
-    first = batch.made[0].claimed if batch.made else batch.left[0]
-    host, endpoint, per_host = first.delivery.host, first.delivery.endpoint, settings().callback_per_host
-    wakes, begins, following = False, batch.begins, list[Claimed]()
-    with db.transaction() as tx:
-        circuit, ended = slices.record(tx, endpoint, host, batch.made, now)
-        slices.give_back(tx, batch.left)
-        ours = bool(batch.made) and len(ended) == len(batch.made)
-        if ended:
-            longest = max(made.tried.duration_seconds for made in batch.made)
-            circuits.note_after(tx, circuit, endpoint, host, True, longest, random.random(), now)
-        if ours and until is not None:
-            over = until - time.monotonic() < BATCH_SECONDS
-            if over and _may_stay() and turns.is_next(tx, endpoint, host, per_host, now):
-                until, begins = time.monotonic() + SECONDS, True
-            if most := _how_many(batch.made, until):
-                following = slices.reserve(tx, endpoint, host, most, now, now + lease)
-        if stages and (ours or not batch.made) and (begins or not following):
-            wakes = turns.stage_next(tx, host, per_host, now)
+    end = _End(batch, until, stages, now, lease)
+    _ends_of(_place_of(batch).endpoint).commit(end)
     for made in batch.made:
         metrics.delivered(states.DELIVERED, made.tried.duration_seconds or None)
-    return Recorded([delivery for _, delivery in ended], _show(ended, following, wakes, now), until)
+    return Recorded([delivery for _, delivery in end.ended], _those_shown(end), end.over)
+
+
+def _place_of(batch: Batch) -> Delivery:
+    return (batch.made[0].claimed if batch.made else batch.left[0]).delivery
+
+
+def _write(tx: Connection, ends: Sequence[_End]) -> None:
+    """Of one endpoint."""
+    place, now = _place_of(ends[0].batch), max(end.now for end in ends)
+    made = [each for end in ends for each in end.batch.made]
+    circuit, ended = slices.record(tx, place.endpoint, place.host, made, now)
+    slices.give_back(tx, [each for end in ends for each in end.batch.left])
+    if ended:
+        longest = max(each.tried.duration_seconds for each in made)
+        circuits.note_after(tx, circuit, place.endpoint, place.host, True, longest, random.random(), now)
+    told = {delivery.id: (job, delivery) for job, delivery in ended}
+    for end in ends:
+        ids = [each.tried.delivery_id for each in end.batch.made]
+        end.ended = [told[each] for each in ids if each in told]
+    _go_on(tx, ends, place, now)
+
+
+def _go_on(tx: Connection, ends: Sequence[_End], place: Delivery, now: datetime) -> None:
+    per_host, begins = settings().callback_per_host, [end.batch.begins for end in ends]
+    most = []
+    for at, end in enumerate(ends):
+        ours, end.over, wanted = _is_ours(end), end.until, 0
+        if ours and end.over is not None:
+            over = end.over - time.monotonic() < BATCH_SECONDS
+            if over and _may_stay() and turns.is_next(tx, place.endpoint, place.host, per_host, now):
+                end.over, begins[at] = time.monotonic() + SECONDS, True
+            wanted = _how_many(end.batch.made, end.over)
+        most.append(wanted)
+    reserved = slices.reserve_each(tx, place.endpoint, place.host, most, now, now + ends[0].lease)
+    for end, following, begun in zip(ends, reserved, begins):
+        end.following = following
+        vacant = end.stages and (_is_ours(end) or not end.batch.made) and (begun or not end.following)
+        end.wakes = vacant and turns.stage_next(tx, place.host, per_host, now)
+
+
+def _is_ours(end: _End) -> bool:
+    return bool(end.batch.made) and len(end.ended) == len(end.batch.made)
 
 
 def _may_stay() -> bool:
@@ -153,18 +207,26 @@ def batch_of(following: Sequence[Claimed]) -> Batch:
     return Batch(deque(following), time.monotonic() + BATCH_SECONDS * _OVERRUN)
 
 
-def _show(
-    ended: list[tuple[Job, Delivery]], following: list[Claimed], wakes: bool, now: datetime,
-) -> list[Claimed]:
+def _show(ends: Sequence[_End]) -> None:
+    shown = iter(status.write_all(
+        [*(each for end in ends for each in end.ended),
+         *((one.job, one.delivery) for end in ends for one in end.following)],
+        wake=any(end.wakes for end in ends)))
+    for _ in itertools.chain.from_iterable(end.ended for end in ends):
+        next(shown)
+    for end in ends:
+        end.shown = list(itertools.islice(shown, len(end.following)))
+
+
+def _those_shown(end: _End) -> list[Claimed]:
     """Those that may be sent: whoever is called back reads the final state. The others step back."""
-    shown = status.write_all([*ended, *((one.job, one.delivery) for one in following)], wake=wakes)
-    may = [one for one, is_shown in zip(following, shown[len(ended):]) if is_shown or has_been_forgotten(one.job, now)]
-    if len(may) < len(following):
-        later = now + timedelta(seconds=backoff.jittered(_STEP_BACK_SECONDS, random.random()))
+    may = [one for one, is_shown in zip(end.following, end.shown) if is_shown or has_been_forgotten(one.job, end.now)]
+    if len(may) < len(end.following):
+        later = end.now + timedelta(seconds=backoff.jittered(_STEP_BACK_SECONDS, random.random()))
         with db.transaction() as tx:
-            for one in following:
+            for one in end.following:
                 if one not in may:
-                    slices.put_off(tx, one, later, now)
+                    slices.put_off(tx, one, later, end.now)
     return may
 
 
