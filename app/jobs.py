@@ -181,14 +181,19 @@ def start(
 
 _by_message = select(func.coalesce(outbox.c.published_at, outbox.c.available_at)).where(
     outbox.c.task == states.RUN_JOB, outbox.c.target_id == bindparam("job_id")).scalar_subquery()
-_start_by_message = _start.values(published_at=func.coalesce(jobs.c.published_at, _by_message))
+_free = jobs.alias()
+_if_free = jobs.c.id == select(_free.c.id).where(_free.c.id == bindparam("job_id")).with_for_update(
+    key_share=True, skip_locked=True).scalar_subquery()
+_start_by_message = _start.where(_if_free).values(published_at=func.coalesce(jobs.c.published_at, _by_message))
+_start_first_by_message = _start_by_message.where(jobs.c.attempt == 0)
 
 
 def start_by_message(
-    tx: Connection, job_id: str, worker: str, now: datetime, lease_until: datetime,
+    tx: Connection, job_id: str, worker: str, now: datetime, lease_until: datetime, first: bool = False,
 ) -> Job | None:
-    """As `start`, by the message whose outbox row is still there; the caller settles it."""
-    return _job(statements.first(tx, _start_by_message, {
+    """As `start`, by the message whose outbox row is still there; the caller settles it. Waits for nobody who moves the
+    job at this moment. `first`: only the first attempt."""
+    return _job(statements.first(tx, _start_first_by_message if first else _start_by_message, {
         "job_id": job_id, "by": worker, "now": now, "until": lease_until}))
 
 

@@ -105,7 +105,8 @@ _held = (guard(outbox.c.state, states.LEASED), outbox.c.lease == bindparam("by")
 _free = {"lease": None, "leased_until": None}
 # In the order of their ids, as everybody who holds several: two never wait for each other.
 _these = select(outbox.c.id).where(
-    outbox.c.id.in_(bindparam("ids", expanding=True)), *_held).order_by(outbox.c.id).with_for_update().cte("these")
+    outbox.c.id.in_(bindparam("ids", expanding=True)), guard(outbox.c.state, states.LEASED),
+    outbox.c.lease.in_(bindparam("leases", expanding=True))).order_by(outbox.c.id).with_for_update().cte("these")
 _mark = update(outbox).where(outbox.c.id.in_(select(_these.c.id))).values(
     state=states.PUBLISHED, published_at=bindparam("now"), **_free)
 _release = update(outbox).where(outbox.c.id.in_(select(_these.c.id))).values(
@@ -115,14 +116,14 @@ _refuse = update(outbox).where(outbox.c.id == bindparam("row_id"), *_held).value
     last_error=bindparam("why"), together=None, **_free)
 
 
-def mark_published(tx: Connection, lease: str, ids: Sequence[int], now: datetime) -> int:
-    """leased → published, of the rows that this lease still holds; returns how many."""
-    return tx.execute(_mark, {"ids": list(ids), "by": lease, "now": now}).rowcount if ids else 0
+def mark_published(tx: Connection, leases: Sequence[str], ids: Sequence[int], now: datetime) -> int:
+    """leased → published, of the rows that these leases still hold; returns how many."""
+    return tx.execute(_mark, {"ids": list(ids), "leases": list(leases), "now": now}).rowcount if ids else 0
 
 
 def release(tx: Connection, lease: str, ids: Sequence[int], available_at: datetime) -> int:
     """leased → waiting: the broker took none of these; not the rows' fault."""
-    return tx.execute(_release, {"ids": list(ids), "by": lease, "due": available_at}).rowcount if ids else 0
+    return tx.execute(_release, {"ids": list(ids), "leases": [lease], "due": available_at}).rowcount if ids else 0
 
 
 def refuse(tx: Connection, lease: str, row: Row, why: str, available_at: datetime) -> str:

@@ -154,9 +154,9 @@ _first_of_queue = select(jobs.c.created_at).where(
     jobs.c.created_at).limit(bindparam("most")).subquery()
 _length = select(func.count(), func.max(_first_of_queue.c.created_at)).select_from(_first_of_queue)
 _running = select(jobs.c.queue, jobs.c.kind, jobs.c.started_at).where(jobs.c.status == states.RUNNING).limit(_PLACES)
-_runs = select(jobs.c.started_at, jobs.c.finished_at).where(
+_runs = select(jobs.c.started_at, jobs.c.finished_at, jobs.c.error_code).where(
     jobs.c.kind == bindparam("of_kind"), jobs.c.finished_at.is_not(None), jobs.c.started_at.is_not(None)
-).order_by(jobs.c.finished_at.desc()).limit(_LATELY)
+).order_by(jobs.c.finished_at.desc()).limit(bindparam("most"))
 
 
 def look(
@@ -186,9 +186,16 @@ def _backlog(view: Connection, before: Outlook, now: datetime) -> dict[str, Any]
 
 
 def mean_run(view: Connection, kind: str) -> float | None:
-    """How many seconds the jobs of this kind took lately, from claim to end; None when none is known."""
-    runs = [(row.finished_at - row.started_at).total_seconds() for row in view.execute(_runs, {"of_kind": kind})]
-    return sum(runs) / len(runs) if runs else None
+    """How many seconds the jobs of this kind took lately; None when none is known."""
+    lately = runs(view, kind, _LATELY)
+    return sum(lately) / len(lately) if lately else None
+
+
+def runs(view: Connection, kind: str, most: int) -> list[float]:
+    """How many seconds each of the latest jobs of this kind took, from its claim until its function returned. Who was
+    cancelled may have waited for its next attempt."""
+    return [max(0.0, (row.finished_at - row.started_at).total_seconds())
+            for row in view.execute(_runs, {"of_kind": kind, "most": most}) if row.error_code != states.CANCELLED]
 
 
 def _queues(

@@ -137,8 +137,9 @@ def task(name: str, **options: Any) -> Callable[[Callable[..., None]], Any]:
                 try:
                     function(*arguments)
                 except Exception as error:
-                    log.error("task failed", extra={"task": name, "reason": db.reason(error) if isinstance(
-                        error, DBAPIError) else type(error).__name__, **logs.where(error)})
+                    reason = db.reason(error) if isinstance(error, DBAPIError) else type(error).__name__
+                    log.error("task failed", extra={
+                        "task": name, **dict(zip(names, arguments)), "reason": reason, **logs.where(error)})
                     raise TaskFailed(type(error).__name__) from None
 
         return app.task(name=name, **options)(run)

@@ -6,6 +6,7 @@ waits for wake tokens until its interval is over, and a little longer, so that a
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import secrets
 import threading
@@ -133,9 +134,8 @@ class Unmarked:
         return bool(self.ids) and time.monotonic() - self.since >= _MARK_SECONDS
 
     def mark(self, tx: Connection, now: datetime) -> None:
-        """leased → published."""
-        for lease in list(self.ids):
-            outbox.mark_published(tx, lease, self.ids[lease], now)
+        """leased → published. All at once, so in the order in which everybody locks rows."""
+        outbox.mark_published(tx, list(self.ids), [row_id for ids in self.ids.values() for row_id in ids], now)
 
     def clear(self) -> None:
         """They were marked, and that was committed."""
@@ -190,23 +190,24 @@ def _mark(unmarked: Unmarked, now: datetime) -> None:
 def _publish_all(
     publish: Publish, lease: str, rows: list[Row], now: Callable[[], datetime], batch: Batch, unmarked: Unmarked,
 ) -> tuple[int, bool]:
-    taken: list[Row] = []
+    messages: list[list[Row]] = []
     refused: list[tuple[Row, str]] = []
     away = False
     try:
         with batch():
             for message in sharing.messages(rows):
                 if (why := _refusal(publish, message)) is None:
-                    taken.extend(message)
+                    messages.append(message)
                 else:  # the message's own fault: it must not hold up the rows behind it
                     refused.extend((row, why) for row in message)
     except _AWAY as error:
         log.warning("the broker is away", extra={"error": f"{type(error).__name__}: {error}"})
         away = True
         if isinstance(error, BatchPublishError):
-            taken = []  # perhaps they have arrived: a repeated message is harmless
-    for task, number in Counter(row.task for row in taken).items():
+            messages = []  # perhaps they have arrived: a repeated message is harmless
+    for task, number in Counter(message[0].task for message in messages).items():
         metrics.published(task, number)
+    taken = list(itertools.chain.from_iterable(messages))
     if taken:
         unmarked.add(lease, [row.id for row in taken])
     done = {row.id for row in (*taken, *(row for row, _ in refused))}

@@ -83,12 +83,15 @@ def run(held: Job, now: Callable[[], datetime], end: End) -> Job | None:
     return after
 
 
-def claim(job_id: str, now: datetime) -> Job | None:
-    """The next attempt of this job, which is shown as running; None when somebody else has it or it is done."""
+def claim(job_id: str, now: datetime, first: bool = False) -> Job | None:
+    """The next attempt of this job, or only the first one, which is shown as running; None when somebody else has it or
+    it is done."""
     with db.transaction() as tx:
-        held = claim_next(tx, job_id, now)
+        held = claim_if_free(tx, job_id, now, first)
         if held is None:  # perhaps it is being queued at this moment: its message must not go without a claim
-            jobs.hold(tx, job_id)
+            known = jobs.hold(tx, job_id)
+            if first and known is not None and known.attempt > 0:
+                return None
             published_at = outbox.settle(tx, states.RUN_JOB, job_id)
             held = jobs.start(tx, job_id, celery.NAME, now, _lease_from(now), published_at)
     if held is None:
@@ -99,9 +102,10 @@ def claim(job_id: str, now: datetime) -> Job | None:
     return held
 
 
-def claim_next(tx: Connection, job_id: str, now: datetime) -> Job | None:
-    """queued → running, by the message that names this job; None when the job does not wait for it."""
-    held = jobs.start_by_message(tx, job_id, celery.NAME, now, _lease_from(now))
+def claim_if_free(tx: Connection, job_id: str, now: datetime, first: bool = False) -> Job | None:
+    """queued → running, by the message that names this job; None when the job does not wait for it, or somebody moves
+    it at this moment."""
+    held = jobs.start_by_message(tx, job_id, celery.NAME, now, _lease_from(now), first)
     if held is not None:
         outbox.settle(tx, states.RUN_JOB, job_id)
     return held
@@ -121,8 +125,13 @@ def _leave_to_others(held: Job, now: Callable[[], datetime]) -> Job | None:
         if after is not None:
             metrics.ended(after)
         return after
+    return release(held, backoff.next_job_attempt_at(held.attempt, random.random(), moment), moment)
+
+
+def release(held: Job, next_attempt_at: datetime, now: datetime) -> Job | None:
+    """running → queued, without counting the attempt; None when it is no longer this one."""
     with db.transaction() as tx:
-        ended = _write_release(tx, held, backoff.next_job_attempt_at(held.attempt, random.random(), moment), moment)
+        ended = _write_release(tx, held, next_attempt_at, now)
     if ended is None:
         return None
     metrics.ended(ended[0])
@@ -239,11 +248,12 @@ def _text(error: BaseException) -> str:
 def finish(held: Job, outcome: Outcome, now: Callable[[], datetime]) -> Job | None:
     """Writes the end of the attempt; a database that is away is asked again for as long as the lease could stand. None
     when the attempt is lost."""
+    ended_at = now()  # whoever waits for the writer's turn, or for the database, does not run
     give_up = time.monotonic() + settings().lease_seconds
     while True:
         try:
             with db.transaction() as tx:
-                ended = write_end(tx, held, outcome, now())
+                ended = write_end(tx, held, outcome, ended_at)
             break
         except Lost:
             return None

@@ -4,11 +4,15 @@ of it, and then each job runs alone, where its attempt is counted before the run
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
+from typing import Any
 
+from billiard.exceptions import WorkerLostError
+from celery import signals
 from sqlalchemy import Connection
 from sqlalchemy.exc import DBAPIError
 
@@ -68,7 +72,6 @@ def run_together(job_ids: list[str]) -> None:
         log.warning("nothing of it stands: each job runs alone", extra={
             "job_ids": job_ids, **reason, **logs.where(error)})
         separate(job_ids, clock.now())
-        status.wake_relay()
 
 
 def run_all(job_ids: Sequence[str], now: Callable[[], datetime] = clock.now) -> list[Job]:
@@ -142,16 +145,34 @@ def _stage_again(
     for job in held:
         if job.id in published:
             jobs.note_published(tx, job.id, published[job.id])
-        outbox.stage(tx, states.RUN_JOB, job.id, job.queue, now, job.created_at, job.time_limit_seconds,
+        outbox.stage(tx, states.RUN_JOB, job.id, job.queue, now, now, job.time_limit_seconds,
                      job.kind if share else None)
 
 
-def separate(job_ids: Sequence[str], now: datetime) -> None:
-    """Stages those of these jobs that wait for their first attempt for a message of their own each."""
+def separate(job_ids: Sequence[str], now: datetime) -> list[str]:
+    """Stages those of these jobs that wait for their first attempt, and that nobody moves at this moment, for a message
+    of their own each; returns their ids."""
     with db.transaction() as tx:
         held = jobs.hold_first(tx, job_ids)
         published = outbox.settle_all(tx, states.RUN_JOB, [job.id for job in held])
         _stage_again(tx, held, published, now, share=False)
+    status.wake_relay()
+    return [job.id for job in held]
+
+
+@signals.task_failure.connect
+def _leave_none_behind(exception: BaseException, args: Sequence[Any], **_: Any) -> None:
+    """A process that died has taken its message with it, in the worker that goes on. Beside it: the database may be
+    away."""
+    if isinstance(exception, WorkerLostError) and args and isinstance(args[0], list):
+        threading.Thread(target=_separate_if_possible, args=(args[0],), daemon=True).start()
+
+
+def _separate_if_possible(job_ids: list[str]) -> None:
+    try:
+        separate(job_ids, clock.now())
+    except Exception as error:  # then the rescue finds them, once it can tell that they are lost
+        log.warning("not staged again", extra={"job_ids": job_ids, **logs.where(error)})
 
 
 def _tell(ran: list[Ran], ended: dict[str, Job], wake: bool) -> None:

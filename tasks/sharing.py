@@ -15,12 +15,15 @@ from app.outbox import Row
 # delays them all; and the two messages of a full batch are enough that their own cost no longer counts.
 TOGETHER = 50
 # Of other kinds: as many as run within this time one after another, as far as the latest of them tell. So long a free
-# slot may wait for jobs that lie behind others; and at 16 a message costs a tenth of what they take themselves.
+# slot may wait for jobs that lie behind others; with 16 a message costs each job less than its log line.
 _IN_TURN_SECONDS = 0.1
-_HANDLING_SECONDS = 0.003  # what each takes beside its run
+_HANDLING_SECONDS = 0.003  # what each takes beside its run: its part of a commit and of a round trip
 IN_TURN = 16
-# After so long what has not begun goes back. Some times the above: a disk that is slow for a moment sends nobody back.
+# After so long what has not begun goes back, to the end of the queue. Some times the above: a disk that is slow for a
+# moment sends nobody back. A kind of whose latest jobs one took longer shares none.
 MOST_SECONDS = 0.25
+_LATELY = 100  # jobs: one in a hundred that takes long sends few back
+_SHORTEST_LIMIT_SECONDS = 10.0  # the limit is the message's, and the last job begins up to MOST_SECONDS after the first
 _KNOWN_SECONDS = 1.0  # for so long one look at the run times does
 
 _known: dict[str, tuple[float, int]] = {}  # by kind: until when (`time.monotonic`), and how many
@@ -47,8 +50,8 @@ def task_of(row: Row) -> tuple[str, float]:
 
 
 def most_of(kind: str) -> int:
-    """How many jobs of a kind may share a message now. One of a kind that is not known here, or whose run times are
-    not known."""
+    """How many jobs of a kind may share a message now: 1 when the kind is not known here, or when it is not known how
+    long its jobs take."""
     known = kinds.registry().get(kind)
     if known is None or known.together:
         return TOGETHER if known else 1
@@ -60,12 +63,16 @@ def most_of(kind: str) -> int:
 
 
 def _in_turn(kind: Kind) -> int:
+    if kind.time_limit < _SHORTEST_LIMIT_SECONDS:
+        return 1
     try:
         with db.reading() as view:
-            seconds = outlook.mean_run(view, kind.name)
+            seconds = outlook.runs(view, kind.name, _LATELY)
     except SQLAlchemyError:
         return 1
-    return 1 if seconds is None else max(1, min(IN_TURN, int(_IN_TURN_SECONDS / (seconds + _HANDLING_SECONDS))))
+    if not seconds or max(seconds) > MOST_SECONDS:
+        return 1
+    return max(1, min(IN_TURN, int(_IN_TURN_SECONDS / (sum(seconds) / len(seconds) + _HANDLING_SECONDS))))
 
 
 def forget() -> None:

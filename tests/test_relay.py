@@ -147,8 +147,8 @@ def test_a_relay_that_was_frozen_marks_nothing_that_another_has(api: FlaskClient
         first = outbox.claim(tx, "first", now, now + timedelta(seconds=1), 10)
         second = outbox.claim(tx, "second", later(2), later(20), 10)
         assert [row.id for row in first] == [row.id for row in second]
-        assert outbox.mark_published(tx, "first", [first[0].id], now) == 0
-        assert outbox.mark_published(tx, "second", [first[0].id], now) == 1
+        assert outbox.mark_published(tx, ["first"], [first[0].id], now) == 0
+        assert outbox.mark_published(tx, ["second"], [first[0].id], now) == 1
 
 
 @pytest.mark.parametrize("error", [BrokerAway("refused"), ConnectionError("reset"), OSError("unreachable"),
