@@ -136,28 +136,33 @@ _deliver = update(table).where(
 
 def record(
     tx: Connection, endpoint: str, host: str, made: Sequence[Made], now: datetime,
-) -> tuple[Circuit | None, list[tuple[Job, Delivery]]]:
+) -> tuple[Circuit | None, list[tuple[Job, Delivery] | None]]:
     """Holds this host; then sending → delivered, with the rows of these attempts, of those that are still their
-    sender's. Returns how the endpoint stood, and their jobs, and them, as they are now."""
+    sender's. Returns how the endpoint stood; and of each its job, and it, as they are now, or None."""
+    groups = [(key, list(alike)) for key, alike in groupby(sorted(made, key=_order), key=_key)]
     delivering = [(_deliver, {
         **_listing([one.tried.delivery_id for one in alike]), "held": held, "until": until, "made": number,
-        "code": code, "now": now})
-        for (held, until, number, code), alike in groupby(sorted(made, key=_order), key=_key)]
+        "code": code, "now": now}) for (held, until, number, code), alike in groups]
     holding = turns.holding(tx, host)
     found = statements.together(tx, *holding, circuits.finding(endpoint), *delivering)
     standing, *delivered = found[len(holding):]
-    return circuits.found(standing), _append(tx, made, {row[0] for rows in delivered for row in rows}, now)
+    ours = {(*key, *row) for (key, _), rows in zip(groups, delivered) for row in rows}
+    is_ours = [(*_key(one), one.tried.delivery_id) in ours for one in made]
+    kept = [one for one, is_kept in zip(made, is_ours) if is_kept]
+    told = _append(tx, kept) if kept else {}
+    return circuits.found(standing), [
+        (told[one.claimed.job.id], _delivered(one, now)) if is_kept else None for one, is_kept in zip(made, is_ours)]
 
 
-def _append(tx: Connection, made: Sequence[Made], ours: set[str], now: datetime) -> list[tuple[Job, Delivery]]:
-    kept = [one for one in made if one.tried.delivery_id in ours]
-    if not kept:
-        return []
+def _append(tx: Connection, kept: Sequence[Made]) -> dict[str, Job]:
     deliveries.append(tx, *(one.tried for one in kept))
-    told = touch_all(tx, [one.claimed.job for one in kept])
-    return [(told[one.claimed.job.id], replace(
+    return touch_all(tx, [one.claimed.job for one in kept])
+
+
+def _delivered(one: Made, now: datetime) -> Delivery:
+    return replace(
         one.claimed.delivery, state=states.DELIVERED, attempts=one.tried.attempt, next_attempt_at=None,
-        leased_until=None, last_response=one.tried.response_code, finished_at=now)) for one in kept]
+        leased_until=None, last_response=one.tried.response_code, finished_at=now)
 
 
 def _key(one: Made) -> tuple[Any, ...]:

@@ -154,15 +154,14 @@ def _write(tx: Connection, ends: Sequence[_End]) -> None:
     """Of one endpoint."""
     place, now = _place_of(ends[0].batch), max(end.now for end in ends)
     made = [each for end in ends for each in end.batch.made]
-    circuit, ended = slices.record(tx, place.endpoint, place.host, made, now)
+    circuit, recorded = slices.record(tx, place.endpoint, place.host, made, now)
     slices.give_back(tx, [each for end in ends for each in end.batch.left])
-    if ended:
+    if any(recorded):
         longest = max(each.tried.duration_seconds for each in made)
         circuits.note_after(tx, circuit, place.endpoint, place.host, True, longest, random.random(), now)
-    told = {delivery.id: (job, delivery) for job, delivery in ended}
+    in_order = iter(recorded)
     for end in ends:
-        ids = [each.tried.delivery_id for each in end.batch.made]
-        end.ended = [told[each] for each in ids if each in told]
+        end.ended = [ours for ours in itertools.islice(in_order, len(end.batch.made)) if ours is not None]
     _go_on(tx, ends, place, now)
 
 

@@ -6,7 +6,9 @@ import contextlib
 import itertools
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -69,6 +71,63 @@ def test_how_many_a_batch_has(
     tried = Attempt("msg_1", 1, clock.now(), 204, None, seconds, None)
     made: Any = [slices.Made(None, tried)]  # type: ignore[arg-type]
     assert going_on._how_many(made, 100.0 + until) == most
+
+
+def test_batches_that_wait_for_each_other_are_one_transaction(
+    api: FlaskClient, world: World, monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each goes on in a place of its own with what has been due longest."""
+    ids, recorded, goes_on, directly = some(api, WELL, 9), list[list[str]](), threading.Event(), slices.record
+    monkeypatch.setattr(going_on, "BATCH_SECONDS", 1.5)  # one of a second
+    later_on = time.monotonic() + 600
+
+    def record(tx: Any, endpoint: str, host: str, made: Any, now: Any) -> Any:
+        recorded.append([each.tried.delivery_id for each in made])
+        if len(recorded) == 1:
+            assert goes_on.wait(30)
+        return directly(tx, endpoint, host, made, now)
+
+    with db.transaction() as tx:
+        reserved = slices.reserve_each(
+            tx, standing(world, WELL).id, deliveries.host_of(WELL), [2, 2, 2], clock.now(), later(30))
+    assert places(world) == 3
+    batches = [going_on.Batch(deque(), 0.0, made=[
+        slices.Made(one, Attempt(one.delivery.id, 1, clock.now(), 204, None, 1.0, None)) for one in place])
+        for place in reserved]
+    monkeypatch.setattr(slices, "record", record)
+    done = dict[int, going_on.Recorded]()
+    for number, batch in enumerate(batches):
+        threading.Thread(target=lambda number=number, batch=batch: done.update({  # type: ignore[misc]
+            number: going_on.record(batch, later_on, True, clock.now(), timedelta(seconds=30))})).start()
+        group = going_on._ends_of(standing(world, WELL).id) if number else None
+        wait_until(lambda: len(group._waiting) == number if group else len(recorded) == 1, what="it records, or waits")
+    goes_on.set()
+    wait_until(lambda: len(done) == 3, what="all are recorded")
+    assert recorded == [ids[:2], ids[2:6]]
+    assert [[each.id for each in done[number].ended] for number in range(3)] == [ids[:2], ids[2:4], ids[4:6]]
+    assert [[one.delivery.id for one in done[number].following] for number in range(3)] == [
+        [ids[6]], [ids[7]], [ids[8]]]
+    assert places(world) == 3 and world.count("delivery_attempts") == 6
+
+
+def test_who_has_just_been_staged_is_left_to_its_message(api: FlaskClient, world: World) -> None:
+    """Which opens another place. It is taken when there is nobody else, or when the message does not come."""
+    ids = some(api, WELL, 4)
+    place = standing(world, WELL).id, deliveries.host_of(WELL)
+
+    def reserved(most: int, seconds: float) -> list[str]:
+        with db.transaction() as tx:
+            found = slices.reserve(tx, *place, most, later(seconds), later(seconds + 30))
+            assert turns.room(tx, place[1], 4, later(seconds)).sending.total() == 1
+            slices.give_back(tx, found)
+            turns.stage(tx, ids[0], later(0), later(0))
+        return [one.delivery.id for one in found]
+
+    with db.transaction() as tx:
+        turns.stage(tx, ids[0], later(0), later(0))
+    assert reserved(3, 0.1) == ids[1:]
+    assert reserved(4, 0.1) == [*ids[1:], ids[0]]
+    assert reserved(2, 60) == ids[:2]
 
 
 def test_places_of_the_same_moment_are_counted_apart(api: FlaskClient, world: World) -> None:
@@ -250,13 +309,15 @@ def test_the_fence_is_the_lease_too(api: FlaskClient, world: World) -> None:
     assert ours.delivery.id == lost.delivery.id and ours.delivery.attempts == lost.delivery.attempts == 0
     tried = Attempt(lost.delivery.id, 1, clock.now(), 204, None, 0.1, None)
     with db.transaction() as tx:
-        assert slices.record(tx, *place, [slices.Made(lost, tried)], clock.now())[1] == []
+        assert slices.record(tx, *place, [slices.Made(lost, tried)], clock.now())[1] == [None]
         assert deliveries.record(tx, lost.delivery, tried, "exhausted", None, clock.now()) is None
         assert slices.set_apart(tx, lost.delivery, clock.now()) is False
         slices.give_back(tx, [lost])
     assert state_of(world)[lost.delivery.id] == ("sending", 0) and world.count("delivery_attempts") == 0
     with db.transaction() as tx:
-        assert len(slices.record(tx, *place, [slices.Made(ours, tried)], clock.now())[1]) == 1
+        (_, after), lost_again = slices.record(
+            tx, *place, [slices.Made(ours, tried), slices.Made(lost, tried)], clock.now())[1]
+        assert after.state == "delivered" and lost_again is None
 
 
 # --- one slice after the other ---

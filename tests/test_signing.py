@@ -257,6 +257,23 @@ def test_processes_that_start_at_the_same_moment_keep_one_secret(tmp_path: Path)
     assert len({secret for _, secret in said}) == 20
 
 
+@one_database
+@pytest.mark.parametrize("settled", [True, False])
+def test_a_kept_secret_that_is_changed_signs_the_next_callback(world: World, settled: bool) -> None:
+    """Though it is as long as the one before; whether that was there for long, or for a moment."""
+    world.set(CALLBACK_SECRETS="")
+    signing.callback_secrets()
+    path, now = config.settings().var_dir / "callback_secret", time.time()
+    for at, secret in enumerate((NEW, OLD, OTHER)):
+        path.write_text(f"{secret}\n")
+        changed = 1_700_000_000 + at if settled else now
+        os.utime(path, (changed, changed))
+        assert signing.callback_secrets() == signing.callback_secrets() == (secret,)
+    path.unlink()
+    (made,) = signing.callback_secrets()
+    assert made not in (NEW, OLD, OTHER)
+
+
 @pytest.mark.parametrize("text", ["", "whsec_c2hvcnQ="])
 def test_a_courier_does_not_start_with_a_kept_secret_that_is_none(tmp_path: Path, text: str) -> None:
     (tmp_path / "callback_secret").write_text(text)

@@ -79,3 +79,27 @@ def test_a_server_that_restarted_costs_nobody_a_request(world: World, monkeypatc
     with db.reading() as view:
         assert jobs.find(view, "any") is None
         assert view.execute(text("SELECT pg_backend_pid()")).scalar_one() != own
+
+
+def test_several_together_say_what_they_say_alone(world: World) -> None:
+    """In their order: what one has written, the next one reads."""
+    here = select(schema.tombstones.c.job_id).where(schema.tombstones.c.owner == bindparam("by")).order_by("job_id")
+    some = select(schema.tombstones.c.job_id).where(
+        statements.listed(schema.tombstones.c.job_id, "id", 3)).order_by("job_id")
+    with db.transaction() as tx:
+        assert statements.together(
+            tx, (here, {"by": "é"}), (_keep, tombstone("a")), (here, {"by": "é"}), (_keep, tombstone("b")),
+            (some, statements.listing("id", ["b", "c"], 3)), (here, {"by": "é"}),
+        ) == [[], [], [("a",)], [], [("b",)], [("a",), ("b",)]]
+        assert statements.together(tx) == []
+
+
+def test_of_several_together_one_is_refused_as_it_is_alone(world: World) -> None:
+    """None of them is kept, and the connection is as good as before."""
+    with pytest.raises(IntegrityError) as refused, db.transaction() as tx:
+        statements.together(
+            tx, (_keep, tombstone("a")), (_keep, tombstone("a", owner="secret")), (_keep, tombstone("b")))
+    assert "secret" not in str(refused.value) and world.count("tombstones") == 0
+    with db.transaction() as tx:
+        assert statements.together(tx, (_keep, tombstone("a")), (_keep, tombstone("b"))) == [[], []]
+    assert world.count("tombstones") == 2
