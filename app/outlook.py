@@ -16,7 +16,7 @@ from typing import Any
 from sqlalchemy import Connection, bindparam, func, select, text
 from sqlalchemy.exc import SQLAlchemyError
 
-from app import clock, db, forecast, kinds, presence, states, status
+from app import clock, db, forecast, kinds, presence, statements, states, status
 from app.config import settings
 from app.errors import BacklogFull
 from app.forecast import Queue
@@ -29,7 +29,10 @@ _FRESH_SECONDS = 1.0
 _SHARE = 0.03  # of a thread's time, at most: a look that takes longer is taken less often
 _PAUSE_SECONDS = 5.0  # after a database that did not answer
 _LATELY = 20  # jobs of a kind, whose run times count
-_PLACES = 2000  # of a queue that are looked at one by one; what lies behind is taken to be alike
+# Places of a queue that are looked at one by one; what lies behind is taken to be alike. Each costs a web process three
+# microseconds, in which it answers nobody: more of them, once a second, is what its slowest answers would be.
+_PLACES = 500
+_MOST = 2000  # jobs that run, and jobs that wait for their next attempt: seldom as many
 _NEAR = 5000  # jobs: more than are submitted in a second
 _RECOUNT_SECONDS = 10.0  # a backlog that cannot be full any sooner is counted so seldom
 _HANDLING_SECONDS = 0.005  # what a job takes of its slot beside its run: message, claim, end
@@ -144,7 +147,7 @@ def refuse_beyond(tx: Connection, most: int, new: int) -> None:
 _hold_backlog = text("SELECT pg_advisory_xact_lock(hashtextextended('backlog', 0))")
 _next_due = select(outbox.c.target_id, outbox.c.available_at, outbox.c.task).where(
     outbox.c.state == states.WAITING, outbox.c.available_at > bindparam("now"),
-).order_by(outbox.c.available_at).limit(_PLACES).subquery()
+).order_by(outbox.c.available_at).limit(_MOST).subquery()
 _due_at = select(_next_due.c.target_id, _next_due.c.available_at).where(_next_due.c.task == states.RUN_JOB)
 
 _waiting = select(jobs.c.created_at, jobs.c.kind).where(
@@ -153,7 +156,7 @@ _first_of_queue = select(jobs.c.created_at).where(
     jobs.c.queue == bindparam("in_queue"), jobs.c.status == states.QUEUED).order_by(
     jobs.c.created_at).limit(bindparam("most")).subquery()
 _length = select(func.count(), func.max(_first_of_queue.c.created_at)).select_from(_first_of_queue)
-_running = select(jobs.c.queue, jobs.c.kind, jobs.c.started_at).where(jobs.c.status == states.RUNNING).limit(_PLACES)
+_running = select(jobs.c.queue, jobs.c.kind, jobs.c.started_at).where(jobs.c.status == states.RUNNING).limit(_MOST)
 _runs = select(jobs.c.started_at, jobs.c.finished_at, jobs.c.error_code).where(
     jobs.c.kind == bindparam("of_kind"), jobs.c.finished_at.is_not(None), jobs.c.started_at.is_not(None)
 ).order_by(jobs.c.finished_at.desc()).limit(bindparam("most"))
@@ -202,12 +205,12 @@ def _queues(
     view: Connection, names: Iterable[str], slots: int, running: list[float], run_seconds: Mapping[str, float],
 ) -> dict[str, Queue]:
     """Queues that share their slots."""
-    waiting = {name: view.execute(_waiting, {"in_queue": name}).all() for name in sorted(names)}
+    waiting = {name: statements.rows(view, _waiting, {"in_queue": name}) for name in sorted(names)}
     starts = forecast.starts(slots, running, {
-        name: [run_seconds.get(row.kind, 0.0) + _HANDLING_SECONDS for row in rows] for name, rows in waiting.items()})
+        name: [run_seconds.get(kind, 0.0) + _HANDLING_SECONDS for _, kind in rows] for name, rows in waiting.items()})
     found = {}
     for name, rows in waiting.items():
-        since = [row.created_at for row in rows]
+        since = [created_at for created_at, _ in rows]
         if len(since) < _PLACES:
             found[name] = Queue(max(1, slots), since, starts[name], len(since))
         else:
