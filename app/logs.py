@@ -130,6 +130,7 @@ def configure(process: str) -> None:
     logging.config.dictConfig(configuration(process))
     # What no line says need not be found out for each.
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
+    logging._srcfile = None  # as its documentation says: then it does not look for who calls
     logging.raiseExceptions = False  # a record that cannot be formatted would be printed as it is
     warnings.formatwarning = _without_message  # of whoever captures warnings: Celery does so too
     logging.captureWarnings(True)
