@@ -27,6 +27,11 @@ LOCK_WAIT_SECONDS = 10.0
 _TRUSTED_SECONDS = 1.0  # a connection that was used so lately is not asked whether it is still there
 _POOL_SIZE = 8
 _POOL_OVERFLOW = 8  # with the size as many as WEB_THREADS; four web processes and a courier fit into PostgreSQL's 100
+# The connection that was used last is taken first (`pool_use_lifo`): it knows the statements, and no more of them hold
+# pages in memory than are used at one time.
+# Of each connection's pages, as much as a transaction touches. More is of no use, since each commit of another process
+# empties it, but is taken as the file grows: by default 2 MB for each of 16 connections.
+_SQLITE_CACHE_KIB = 512
 _SQLITE_OLDEST = (3, 51, 3)  # older ones can corrupt a WAL that several processes share
 
 # SQLSTATE classes of PostgreSQL: connection, resources, lock not available, operator intervention, system error.
@@ -154,6 +159,7 @@ def _make(url: str) -> Engine:
         url,
         pool_size=_POOL_SIZE,
         max_overflow=_POOL_OVERFLOW,
+        pool_use_lifo=True,
         pool_timeout=LOCK_WAIT_SECONDS,
         hide_parameters=True,  # rows' contents stay out of logs and job errors
         connect_args={
@@ -194,7 +200,7 @@ def _make_sqlite(url: str) -> Engine:
         raise WrongSetting(f"SQLite {dbapi2.sqlite_version} is older than {'.'.join(map(str, _SQLITE_OLDEST))}")
     Path(make_url(url).database or "").parent.mkdir(parents=True, exist_ok=True)
     made = create_engine(
-        url, module=dbapi2, pool_size=_POOL_SIZE, max_overflow=_POOL_OVERFLOW, hide_parameters=True,
+        url, module=dbapi2, pool_size=_POOL_SIZE, max_overflow=_POOL_OVERFLOW, pool_use_lifo=True, hide_parameters=True,
         connect_args={"check_same_thread": False, "timeout": LOCK_WAIT_SECONDS},
     )
     _turnstiles[made] = Turnstile(f"{made.url.database}.turn")
@@ -208,6 +214,7 @@ def _prepare_sqlite(raw: Any, _record: Any) -> None:
     raw.isolation_level = None
     raw.execute("PRAGMA synchronous=FULL")  # a 202 survives a power cut
     raw.execute("PRAGMA foreign_keys=ON")
+    raw.execute(f"PRAGMA cache_size=-{_SQLITE_CACHE_KIB}")
 
 
 def _begin_sqlite(connection: Connection) -> None:

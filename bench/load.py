@@ -179,6 +179,12 @@ def _ask(connection: Connection, request: bytes, expected: int) -> bytes:
     return answer[1]
 
 
+def submit(port: int, path: str, count: int, told: str | None = None) -> None:
+    """So many submissions, from this process."""
+    given = argparse.Namespace(port=port, connections=16, seconds=None, count=count, patience=_PATIENCE_SECONDS)
+    drive(given, submissions(path, told), 202)
+
+
 def apart(*arguments: Any) -> dict[str, float]:
     """This load, in a process of its own. Raises RuntimeError with what it says."""
     argv = [sys.executable, "-m", "bench.load", *map(str, arguments)]
@@ -197,10 +203,9 @@ def main() -> None:
     parser.add_argument("--seconds", type=float)
     parser.add_argument("--count", type=int, default=1000)
     parser.add_argument("--patience", type=float, default=_PATIENCE_SECONDS)
-    parser.add_argument("--told")
     given = parser.parse_args()
     loads: dict[str, Callable[[], dict[str, float]]] = {
-        "submit": lambda: drive(given, submissions(given.path, given.told), 202),
+        "submit": lambda: drive(given, submissions(given.path), 202),
         "poll": lambda: drive(given, itertools.repeat(get(given.path)), 200),
         "react": lambda: react(given.port, given.path, given.count),
     }

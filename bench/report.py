@@ -33,9 +33,11 @@ def between(page: str, name: str, text: str) -> str:
 def head(results: dict[str, Any]) -> str:
     """What it was measured on, and when."""
     on = results["machine"]
+    minutes = sum(measure["seconds"] for measure in results["measures"].values()) / 60
     days = sorted({measure["at"][:10] for measure in results["measures"].values()})
     return (f"Measured {' and '.join(days)} on {on['cores']} cores of {on['processor']}, {on['kernel']}, Python "
-            f"{on['python']}, SQLite {on['sqlite']}; an fsync took {on['fsync']}. {on['libraries']}.")
+            f"{on['python']}, SQLite {on['sqlite']}; an fsync took {on['fsync']}. All measures took "
+            f"{minutes:.0f} minutes. {on['libraries']}.")
 
 
 def targets(results: dict[str, Any]) -> str:
