@@ -2,10 +2,10 @@
 
 A fresh installation of real processes. Jobs come through POST /jobs, one of ten with a callback, and two of three
 through POST /notes, which takes a third of the time. No crowd is larger than the first: the 5,000 come at once, the
-others 1,500 at a time, each crowd when the one before is done; and a result lives for five seconds instead of a day. For the
-Valkey of `redis` keeps what its largest crowd took (its C library reuses what is free, and gives little back). Told is
-the resident size of each process, in megabytes, once the view has let go of all jobs. `python -m bench.memory` prints
-it; FEW and MANY make it smaller.
+others 1,500 at a time, each crowd when the one before is done; and a result lives for five seconds instead of a day.
+For the Valkey of `redis` keeps what its largest crowd took (its C library reuses what is free, and gives little back).
+Told is the resident size of each process, in megabytes, once the view has let go of all jobs. `python -m bench.memory`
+prints it; FEW and MANY make it smaller.
 """
 from __future__ import annotations
 
