@@ -28,6 +28,11 @@ _ORDER = ("submit", "poll", "reaction", "end_to_end", "notes", "callbacks", "gro
           "losses")
 # Those that share one fleet, in the order in which they are run: first while the workers are up, then without them.
 _FLEET = ("end_to_end", "notes", "reaction", "poll", "submit")
+# How many seconds each may take on two cores that do nothing else: fifteen minutes in all.
+BUDGET = {
+    "end_to_end": 200, "notes": 65, "reaction": 45, "poll": 65, "submit": 65, "callbacks": 60, "growth": 110,
+    "memory": 115, "start": 20, "isolation": 80, "losses": 75,
+}
 _LOSSES = "losses"  # says what was lost, not how fast it was: no repeats, no targets
 
 
@@ -78,7 +83,7 @@ def _record(results: dict[str, Any], name: str, where: Where) -> None:
     results["measures"] = {known: found[known] for known in _ORDER if known in found}
     RESULTS.write_text(json.dumps(results, indent=1) + "\n")
     report.write(results)
-    _progress(f"  {time.monotonic() - began:.0f} s")
+    _progress(f"  {time.monotonic() - began:.0f} s of {BUDGET[name]} s")
 
 
 def _stop(*_: Any) -> None:

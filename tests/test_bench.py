@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from bench import figures, load, report
+from bench.__main__ import BUDGET, measures
 from bench.figures import Target
 
 FASTER = Target("submit", "requests_per_second", "ours", "peer", at_least=1.0)
@@ -102,3 +103,8 @@ def test_the_page_has_a_place_for_each_table(name: str) -> None:
     changed = report.between(page, name, "the table")
     assert f"<!-- bench: {name} -->\nthe table\n<!-- /bench: {name} -->" in changed
     assert report.between(changed, name, "the table") == changed
+
+
+def test_the_measures_share_fifteen_minutes() -> None:
+    assert set(BUDGET) == set(measures())
+    assert sum(BUDGET.values()) <= 15 * 60
