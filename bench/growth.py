@@ -29,8 +29,8 @@ from tests import crowd, servers
 
 FINISHED = int(os.environ.get("FINISHED", 1_000_000))
 WAITING = int(os.environ.get("WAITING", 200_000))
-REPEATS = int(os.environ.get("REPEATS", 5))
-_BLOCKS = 8  # of a run: what counts is their median, as one of them may hold somebody's pause
+REPEATS = int(os.environ.get("REPEATS", 7))
+_BLOCKS = 4  # of a run: what counts is their median, as one of them may hold somebody's pause
 _TIMES = 40  # that an operation is done in a block
 _LOOKS = 5  # of what is done once in a while
 
