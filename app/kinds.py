@@ -79,12 +79,13 @@ def kind(
     most 256 KiB, is the job's result.
 
     max_attempts: tries, counted from 1, before an exception or a crash is final.
-    time_limit: seconds for one try, enforced.
+    time_limit: seconds for one try, enforced. Jobs of kinds that take moments share messages and run one after another:
+        what kills its process, or never lets another thread run, delays the others of its message.
     queue: the Celery queue; one of its own needs a worker with WORKER_QUEUES.
     transactional: the function gets the finishing transaction as a third argument, an SQLAlchemy Connection: its rows
         and the job's success are one commit. It may touch nothing but SQL, and is short.
-    together: the function takes milliseconds, so that several jobs may share a message and a transaction, each in a
-        savepoint of its own; only of transactional kinds. Such a job may never be seen running, tells no progress, and
+    together: the function takes milliseconds, so that several jobs may share a transaction too, each in a savepoint of
+        its own; only of transactional kinds. Such a job may never be seen running, tells no progress, and
         is not cancelled once its transaction has begun. Each fails, and is tried again, alone.
     public: False for kinds that POST /jobs refuses.
 

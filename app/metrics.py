@@ -47,7 +47,8 @@ REFUSALS = Instrument("uketsuke_refusals_total", ("problem",), "Requests answere
 ENDINGS = Instrument("uketsuke_jobs_ended_total", ("kind", "status", "error_code"), "Jobs that became final.")
 WAIT = Instrument("uketsuke_job_wait_seconds", ("kind",), "From a job's submission to its first start.", _JOB_SECONDS)
 RUN = Instrument("uketsuke_job_run_seconds", ("kind",), "How long an attempt ran.", _JOB_SECONDS)
-PUBLISHED = Instrument("uketsuke_messages_published_total", ("task",), "Messages that the broker took.")
+PUBLISHED = Instrument(
+    "uketsuke_messages_published_total", ("task",), "Messages that the broker took; one may name several jobs.")
 RESCUES = Instrument(
     "uketsuke_rescues_total", ("what",), "Stalled attempts and deliveries ended, lost messages published again.")
 TRIES = Instrument("uketsuke_delivery_attempts_total", ("outcome",), "Callback attempts recorded.")

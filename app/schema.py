@@ -157,7 +157,7 @@ history_events = Table(
 
 # What is to be published: written in the transaction that makes it necessary, published by the relay alone, gone when
 # its message is claimed. `lease` names one claim of one relay; `failures` counts refusals that were the row's fault.
-# Rows of one queue, time limit and value of `together` may share a message, and their jobs a transaction.
+# Rows of one queue, time limit and value of `together` may share a message.
 outbox = Table(
     "outbox", metadata,
     Column("id", BigInteger().with_variant(Integer, "sqlite"), primary_key=True, autoincrement=True),

@@ -2,8 +2,9 @@
 without Celery.
 
 celery            the Celery app, its processes' logs and signs of life
-relay_outbox      claim, publish, mark: the only door to the broker
+relay_outbox      claim, publish, mark: the only door to the broker (`sharing`: which rows share a message)
 run_job           one attempt of one job (`attempt`, `heart` and `interrupting` serve it)
+run_in_turn       the first attempts of several short jobs of a message, one after another
 run_together      the first attempts of several short jobs, in one transaction
 deliver_webhook   one attempt of one delivery (`egress`, `answers`, `reasons`, `signature`, `spreading` and `threads`
                   serve it)

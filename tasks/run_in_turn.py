@@ -42,7 +42,8 @@ def run_all(job_ids: Sequence[str], now: Callable[[], datetime] = clock.now) -> 
 
 
 class _Turn:
-    """The jobs of one message that have not begun. Implements `heart.Beating`: when its time is over they go."""
+    """The jobs of one message that have not begun. Implements `heart.Beating`: when its time is over they go to others,
+    as many as wait for their first attempt and are held by nobody."""
 
     def __init__(self, job_ids: Sequence[str], now: Callable[[], datetime]) -> None:
         self._left = dict.fromkeys(job_ids)  # of which two threads take
@@ -99,7 +100,7 @@ class _Turn:
         return after
 
     def beat(self) -> float:
-        """Stages what has not begun."""
+        """Stages them again."""
         if left := list(self._left):
             staged = run_together.separate(left, self._now())
             for job_id in staged:
