@@ -4,7 +4,7 @@ Each operation is done by the real functions in this process, on an empty databa
 the processor time that one of them takes, ours and the database's together, in microseconds: so other programs on the
 machine do not count. `job` is a claim and an end. Empty is a database with one job that waits, as the rescue has
 nothing to ask when nobody waits for anything. `outlook` is what a process looks up at most once a second, and for at
-most 3 % of the time, and stops at the 2,000 places of a queue that it looks at one by one: no target names it.
+most 3 % of the time, and stops at the 500 places of a queue that it looks at one by one: no target names it.
 
 `python -m bench.growth` prints figures and ratios; FINISHED and WAITING make it smaller.
 """
@@ -139,7 +139,7 @@ def _submit() -> str:
 
 
 def _relay() -> None:
-    relay_outbox.drain(lambda row: None)
+    relay_outbox.drain(lambda *rows: None)
 
 
 def _poll(api: Any, job_id: str) -> None:
