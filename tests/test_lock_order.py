@@ -135,7 +135,8 @@ def storm(api: FlaskClient, name: str) -> Counter[tuple[str, int]]:
         run_job.run_once(random.choice(ids[-JOBS_AT_ONCE:]))
 
     def relays() -> None:
-        relay_outbox.drain(lambda row: published.append((row.task, row.target_id)), now=lambda: later(60))
+        relay_outbox.drain(
+            lambda *rows: published.extend((row.task, row.target_id) for row in rows), now=lambda: later(60))
 
     def rescue() -> None:
         rescue_stalled.run_once(later(31), {})

@@ -100,7 +100,8 @@ def test_batches_that_wait_for_each_other_are_one_transaction(
         threading.Thread(target=lambda number=number, batch=batch: done.update({  # type: ignore[misc]
             number: going_on.record(batch, later_on, True, clock.now(), timedelta(seconds=30))})).start()
         group = going_on._ends_of(standing(world, WELL).id) if number else None
-        wait_until(lambda: len(group._gathering._waiting) == number if group else len(recorded) == 1, what="it records, or waits")
+        wait_until(lambda: len(group._gathering._waiting) == number if group else len(recorded) == 1,
+                   what="it records, or waits")
     goes_on.set()
     wait_until(lambda: len(done) == 3, what="all are recorded")
     assert recorded == [ids[:2], ids[2:6]]
