@@ -32,6 +32,9 @@ _POOL_OVERFLOW = 8  # with the size as many as WEB_THREADS; four web processes a
 # Of each connection's pages, as much as a transaction touches. More is of no use, since each commit of another process
 # empties it, but is taken as the file grows: by default 2 MB for each of 16 connections.
 _SQLITE_CACHE_KIB = 512
+# A checkpoint waits for the disk twice, within the turn of the writer that it falls upon: so one for each thousand
+# submissions, not for each two hundred, as by default. The log takes 16 MB instead of 4.
+_SQLITE_LOG_PAGES = 4000
 _SQLITE_OLDEST = (3, 51, 3)  # older ones can corrupt a WAL that several processes share
 
 # SQLSTATE classes of PostgreSQL: connection, resources, lock not available, operator intervention, system error.
@@ -215,6 +218,7 @@ def _prepare_sqlite(raw: Any, _record: Any) -> None:
     raw.execute("PRAGMA synchronous=FULL")  # a 202 survives a power cut
     raw.execute("PRAGMA foreign_keys=ON")
     raw.execute(f"PRAGMA cache_size=-{_SQLITE_CACHE_KIB}")
+    raw.execute(f"PRAGMA wal_autocheckpoint={_SQLITE_LOG_PAGES}")
 
 
 def _begin_sqlite(connection: Connection) -> None:

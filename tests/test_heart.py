@@ -90,7 +90,7 @@ def test_one_thread_serves_one_job_after_another(api: FlaskClient, world: World)
     before = threading.active_count()
     for _ in range(20):
         run_job.run_once(submit(api, n=5))
-        assert threading.active_count() == before
+        assert threading.active_count() <= before  # others may end
 
 
 @one_database
