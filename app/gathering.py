@@ -1,5 +1,5 @@
 """Threads of one process that come at the same time share one way to the disk, or to Redis: whoever came first acts for
-all that wait. While it does, the others gather. Nobody waits for company."""
+all that wait. While it does, the others gather."""
 from __future__ import annotations
 
 import threading
@@ -22,10 +22,14 @@ class Place(Generic[Item]):
 
 class Gathering(Generic[Item]):
     """`lead` acts for all that wait: it is to `take` them, and then, whatever happened, to `hand_over` and to `settle`
-    what it took. One thread leads at a time."""
+    what it took. One thread leads at a time. It may `gather` first: as many as came together the last time are expected
+    to come together again, and are waited for, `patience` seconds at most. Who comes alone never waits for company."""
 
-    def __init__(self, lead: Callable[[], None]) -> None:
+    def __init__(self, lead: Callable[[], None], patience: float = 0.0) -> None:
         self._lead = lead
+        self._patience = patience
+        self._expected = 1
+        self._enough = threading.Event()
         self._lock = threading.Lock()
         self._waiting: list[Place[Item]] = []
         self._led = False
@@ -36,6 +40,8 @@ class Gathering(Generic[Item]):
         with self._lock:
             self._waiting.append(place)
             leads, self._led = not self._led, True
+            if len(self._waiting) >= self._expected:
+                self._enough.set()
         if not leads:
             place.called.acquire()
         if not place.settled:
@@ -43,10 +49,16 @@ class Gathering(Generic[Item]):
         if place.error is not None:
             raise place.error
 
+    def gather(self) -> None:
+        """Waits until as many have come as the last time."""
+        if self._expected > 1:
+            self._enough.wait(self._patience)
+
     def take(self) -> list[Place[Item]]:
         """All that wait, the leader among them."""
         with self._lock:
-            taken, self._waiting = self._waiting, []
+            taken, self._waiting, self._expected = self._waiting, [], len(self._waiting)
+            self._enough.clear()
         return taken
 
     def hand_over(self) -> None:

