@@ -82,13 +82,6 @@ _settle = delete(outbox_table).where(outbox_table.c.id.in_(select(_messages.c.id
 
 
 def reserve(
-    tx: Connection, endpoint: str, host: str, most: int, now: datetime, leased_until: datetime,
-) -> list[Claimed]:
-    """As `reserve_each`, for one place."""
-    return reserve_each(tx, endpoint, host, [most], now, leased_until)[0]
-
-
-def reserve_each(
     tx: Connection, endpoint: str, host: str, most: Sequence[int], now: datetime, leased_until: datetime,
 ) -> list[list[Claimed]]:
     """pending → sending: reserves at most so many deliveries of this endpoint, those that have been due longest, for

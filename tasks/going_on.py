@@ -176,7 +176,7 @@ def _go_on(tx: Connection, ends: Sequence[_End], place: Delivery, now: datetime)
                 end.over, begins[at] = time.monotonic() + SECONDS, True
             wanted = _how_many(end.batch.made, end.over)
         most.append(wanted)
-    reserved = slices.reserve_each(tx, place.endpoint, place.host, most, now, now + ends[0].lease)
+    reserved = slices.reserve(tx, place.endpoint, place.host, most, now, now + ends[0].lease)
     for end, following, begun in zip(ends, reserved, begins):
         end.following = following
         vacant = end.stages and (_is_ours(end) or not end.batch.made) and (begun or not end.following)

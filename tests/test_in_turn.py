@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 from flask.testing import FlaskClient
-from pydantic import BaseModel
 from sqlalchemy import event
 
 from app import clock, db, jobs, kinds, outbox, presence, states
@@ -23,14 +22,10 @@ from tests.conftest import World, one_database
 from tests.crashing import _processes
 from tests.running import a_kind, later, submit
 from tests.servers import wait_until
-from tests.test_together import HOOK, REFUSING, messages, shown
+from tests.test_together import HOOK, REFUSING, Act, messages, shown
 
 _ran: list[str] = []
 _long = threading.Event()
-
-
-class Act(BaseModel):
-    what: str
 
 
 def act(input: Act, job: kinds.Job) -> Any:

@@ -88,7 +88,7 @@ def test_batches_that_wait_for_each_other_are_one_transaction(
         return directly(tx, endpoint, host, made, now)
 
     with db.transaction() as tx:
-        reserved = slices.reserve_each(
+        reserved = slices.reserve(
             tx, standing(world, WELL).id, deliveries.host_of(WELL), [2, 2, 2], clock.now(), later(30))
     assert places(world) == 3
     batches = [going_on.Batch(deque(), 0.0, made=[
@@ -118,7 +118,7 @@ def test_who_has_just_been_staged_is_left_to_its_message(api: FlaskClient, world
 
     def reserved(most: int, seconds: float) -> list[str]:
         with db.transaction() as tx:
-            found = slices.reserve(tx, *place, most, later(seconds), later(seconds + 30))
+            (found,) = slices.reserve(tx, *place, [most], later(seconds), later(seconds + 30))
             assert turns.room(tx, place[1], 4, later(seconds)).sending.total() == 1
             slices.give_back(tx, found)
             turns.stage(tx, ids[0], later(0), later(0))
@@ -300,7 +300,7 @@ def test_the_fence_is_the_lease_too(api: FlaskClient, world: World) -> None:
 
     def reserve(seconds: float) -> slices.Claimed:
         with db.transaction() as tx:
-            (one,) = slices.reserve(tx, *place, 1, clock.now(), later(seconds))
+            ((one,),) = slices.reserve(tx, *place, [1], clock.now(), later(seconds))
             return one
 
     lost = reserve(30)
