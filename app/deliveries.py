@@ -6,7 +6,7 @@ from datetime import datetime, timedelta
 from typing import Any
 from urllib.parse import urlsplit
 
-from sqlalchemy import ARRAY, Connection, bindparam, func, insert, select, update
+from sqlalchemy import Connection, bindparam, func, insert, select, update
 
 from app import backoff, circuits, excerpts, outbox, statements, states, turns
 from app.clock import isoformat
@@ -236,20 +236,18 @@ def record(
 
 
 _append = insert(delivery_attempts).values({column.name: bindparam(column.name) for column in _attempt_columns})
-# As arrays: one statement, which the driver would otherwise make anew for each row.
-_append_all = insert(delivery_attempts).from_select([column.name for column in _attempt_columns], select(*(
-    func.unnest(bindparam(column.name, type_=ARRAY(column.type))) for column in _attempt_columns)))
+_append_all = {
+    "sqlite": _append,
+    "postgresql": insert(delivery_attempts).from_select(
+        [column.name for column in _attempt_columns], statements.arrays(*_attempt_columns)),
+}
 
 
 def append(tx: Connection, *made: Attempt) -> None:
     """The rows of attempts."""
     values = [replace(
         tried, error=None if tried.error is None else storable(excerpts.line(tried.error))) for tried in made]
-    if tx.dialect.name == "postgresql":
-        statements.changed(tx, _append_all, {
-            field.name: [getattr(each, field.name) for each in values] for field in fields(Attempt)})
-    else:
-        statements.changed_by_all(tx, _append, list(map(vars, values)))
+    statements.together(tx, statements.of_all(tx, _append_all, list(map(vars, values))))
 
 
 _stalled = select(*_columns).where(

@@ -27,7 +27,10 @@ class Record:
 
 _columns = (keys.c.fingerprint, keys.c.job_id, keys.c.note_id, keys.c.body)
 _find = select(*_columns).where(keys.c.owner == bindparam("of_owner"), keys.c.key == bindparam("of_key"))
-_keep = insert(keys)
+_keep = {
+    "sqlite": insert(keys),
+    "postgresql": insert(keys).from_select([column.name for column in keys.c], statements.arrays(*keys.c)),
+}
 
 
 def fingerprint(method: str, path: str, request: Any) -> str:
@@ -58,10 +61,10 @@ def replay(view: Connection, owner: str, key: str, fingerprint: str) -> Record |
     return record
 
 
-def keep(tx: Connection, kept: Sequence[tuple[str, str, Record]], now: datetime) -> None:
-    """Binds keys, each of an owner, to these answers. Raises `sqlalchemy.exc.IntegrityError` when a concurrent
+def keeping(tx: Connection, kept: Sequence[tuple[str, str, Record]], now: datetime) -> statements.Asked:
+    """What binds keys, each of an owner, to these answers. It raises `sqlalchemy.exc.IntegrityError` when a concurrent
     submission of one was first."""
-    statements.changed_by_all(tx, _keep, [
+    return statements.of_all(tx, _keep, [
         {"owner": owner, "key": key, "fingerprint": record.fingerprint, "job_id": record.job_id,
          "note_id": record.note_id, "body": record.body, "created_at": now}
         for owner, key, record in sorted(kept, key=lambda each: each[:2])])  # two that wait for each other never end

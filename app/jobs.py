@@ -2,19 +2,18 @@
 row as it is afterwards, or None when it did not win."""
 from __future__ import annotations
 
-import itertools
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from datetime import datetime, timedelta
 from typing import Any
 
 from sqlalchemy import Connection, bindparam, func, insert, select, update
 
-from app import statements, states
+from app import outbox, statements, states
 from app.clock import isoformat, now as the_present
-from app.errors import UketsukeError
-from app.schema import Moment, guard, jobs, outbox
+from app.schema import Moment, guard, jobs
+from app.schema import outbox as messages
 
 MAX_MESSAGE_LENGTH = 1000
 
@@ -55,7 +54,7 @@ class Job:
         return self.status in states.FINAL
 
 
-_columns = [jobs.c[column.name] for column in fields(Job) if column.name != "as_of"]
+columns = [jobs.c[column.name] for column in fields(Job) if column.name != "as_of"]
 
 
 def _job(row: Any) -> Job | None:
@@ -89,8 +88,8 @@ def path(job_id: str) -> str:
 
 # --- reading ---
 
-_find = select(*_columns).where(jobs.c.id == bindparam("job_id"))
-_held_by = select(*_columns).where(
+_find = select(*columns).where(jobs.c.id == bindparam("job_id"))
+_held_by = select(*columns).where(
     jobs.c.status == states.RUNNING, jobs.c.worker.in_(bindparam("by", expanding=True)))
 _oldest_unfinished = select(func.min(jobs.c.created_at)).where(jobs.c.status.in_([states.QUEUED, states.RUNNING]))
 _last_started = (
@@ -122,30 +121,24 @@ def last_started(view: Connection, queue: str) -> tuple[datetime, datetime | Non
 
 # --- moves ---
 
-_new_columns = (
-    "id", "owner", "kind", "queue", "max_attempts", "time_limit_seconds", "input", "note_id", "callback_url",
-    "created_at")
-_submit = insert(jobs).values(status=states.QUEUED, **{name: bindparam(name) for name in _new_columns})
+_new = [
+    jobs.c[name] for name in (
+        "id", "owner", "kind", "queue", "status", "max_attempts", "time_limit_seconds", "input", "note_id",
+        "callback_url", "created_at")]
+_submit = {
+    "sqlite": insert(jobs).values({column.name: bindparam(column.name) for column in _new}),
+    "postgresql": insert(jobs).from_select([column.name for column in _new], statements.arrays(*_new)),
+}
 
 
-def submit(tx: Connection, new: Sequence[Job]) -> None:
-    """(none) → queued."""
-    statements.changed_by_all(tx, _submit, [{name: getattr(job, name) for name in _new_columns} for job in new])
-
-
-_hold_first = select(*_columns).where(
-    jobs.c.id.in_(bindparam("ids", expanding=True)), jobs.c.status == states.QUEUED, jobs.c.attempt == 0,
-).order_by(jobs.c.id).with_for_update(key_share=True, skip_locked=True)
-
-
-def hold_first(tx: Connection, job_ids: Sequence[str]) -> list[Job]:
-    """Those of these jobs that wait for their first attempt and that nobody moves at this moment. Until the transaction
-    ends nobody else does."""
-    return [Job(*row) for row in tx.execute(_hold_first, {"ids": list(job_ids)})]
+def submitting(tx: Connection, new: Sequence[Job]) -> statements.Asked:
+    """(none) → queued: what keeps new jobs, one at least."""
+    return statements.of_all(tx, _submit, [
+        {column.name: getattr(job, column.name) for column in _new} for job in new])
 
 
 def _move(*guards: Any) -> Any:
-    return update(jobs).where(*guards).values(version=jobs.c.version + 1).returning(*_columns)
+    return update(jobs).where(*guards).values(version=jobs.c.version + 1).returning(*columns)
 
 
 _held = (jobs.c.id == bindparam("job_id"), jobs.c.attempt == bindparam("held"), guard(jobs.c.status, states.RUNNING))
@@ -179,22 +172,43 @@ def start(
         "job_id": job_id, "by": worker, "now": now, "until": lease_until, "published": published_at}))
 
 
-_by_message = select(func.coalesce(outbox.c.published_at, outbox.c.available_at)).where(
-    outbox.c.task == states.RUN_JOB, outbox.c.target_id == bindparam("job_id")).scalar_subquery()
+_by_message = select(func.coalesce(messages.c.published_at, messages.c.available_at)).where(
+    messages.c.task == states.RUN_JOB, messages.c.target_id == bindparam("job_id")).scalar_subquery()
 _free = jobs.alias()
 _if_free = jobs.c.id == select(_free.c.id).where(_free.c.id == bindparam("job_id")).with_for_update(
     key_share=True, skip_locked=True).scalar_subquery()
-_start_by_message = _start.where(_if_free).values(published_at=func.coalesce(jobs.c.published_at, _by_message))
-_start_first_by_message = _start_by_message.where(jobs.c.attempt == 0)
+
+
+def _by_message_that(start: Any) -> dict[str, Any]:
+    start = start.where(_if_free).values(published_at=func.coalesce(jobs.c.published_at, _by_message))
+    started = start.cte("started")
+    settled = outbox.settling(states.RUN_JOB, select(started.c.id)).cte("settled")
+    return {"sqlite": start, "postgresql": select(*started.c).add_cte(settled)}
+
+
+_start_by_message = _by_message_that(_start)
+_start_first_by_message = _by_message_that(_start.where(jobs.c.attempt == 0))
 
 
 def start_by_message(
     tx: Connection, job_id: str, worker: str, now: datetime, lease_until: datetime, first: bool = False,
 ) -> Job | None:
-    """As `start`, by the message whose outbox row is still there; the caller settles it. Waits for nobody who moves the
-    job at this moment. `first`: only the first attempt."""
-    return _job(statements.first(tx, _start_first_by_message if first else _start_by_message, {
-        "job_id": job_id, "by": worker, "now": now, "until": lease_until}))
+    """As `start`, by the message whose outbox row is still there, and is settled. Waits for nobody who moves the job at
+    this moment. `first`: only the first attempt."""
+    return _settled(tx, statements.first(tx, *_starting(tx, job_id, worker, now, lease_until, first)))
+
+
+def _starting(
+    tx: Connection, job_id: str, worker: str, now: datetime, lease_until: datetime, first: bool,
+) -> statements.Asked:
+    variants = _start_first_by_message if first else _start_by_message
+    return variants[tx.dialect.name], {"job_id": job_id, "by": worker, "now": now, "until": lease_until}
+
+
+def _settled(tx: Connection, row: Any) -> Job | None:
+    if row is not None and tx.dialect.name == "sqlite":  # on PostgreSQL one statement has done both
+        outbox.settle(tx, states.RUN_JOB, row[0])
+    return _job(row)
 
 
 _note_published = update(jobs).where(jobs.c.id == bindparam("job_id"), jobs.c.published_at.is_(None)).values(
@@ -208,7 +222,7 @@ def note_published(tx: Connection, job_id: str, published_at: datetime) -> None:
 
 _extend = update(jobs).where(*_held).values(
     lease_until=bindparam("until"), progress_done=bindparam("done"), progress_total=bindparam("total")
-).returning(*_columns)
+).returning(*columns)
 
 
 def extend_lease(tx: Connection, held: Job, lease_until: datetime, done: int | None, total: int | None) -> Job | None:
@@ -218,18 +232,33 @@ def extend_lease(tx: Connection, held: Job, lease_until: datetime, done: int | N
 
 
 _wanted = (*_held, jobs.c.cancel_requested_at.is_(None))
-_end: dict[str, Any] = {
+ENDED: dict[str, Any] = {
     "lease_until": None, "progress_done": None, "progress_total": None, "finished_at": bindparam("now"),
     "expires_at": bindparam("expires")}
-_failed = {"status": states.FAILED, "error_code": bindparam("code"), "error_message": bindparam("message"), **_end}
-_succeed = _move(*_wanted).values(status=states.SUCCEEDED, result=bindparam("outcome"), **_end)
+_failed = {"status": states.FAILED, "error_code": bindparam("code"), "error_message": bindparam("message"), **ENDED}
+_succeed = _move(*_wanted).values(status=states.SUCCEEDED, result=bindparam("outcome"), **ENDED)
 _fail = _move(*_wanted).values(**_failed)
 
 
 def succeed(tx: Connection, held: Job, result: str, now: datetime, ttl: timedelta) -> Job | None:
     """running → succeeded, with the result as JSON text."""
-    return _job(statements.first(tx, _succeed, {
-        "job_id": held.id, "held": held.attempt, "outcome": result, "now": now, "expires": now + ttl}))
+    return _job(statements.first(tx, *_succeeding(held, result, now, ttl)))
+
+
+def _succeeding(held: Job, result: str, now: datetime, ttl: timedelta) -> statements.Asked:
+    return _succeed, {"job_id": held.id, "held": held.attempt, "outcome": result, "now": now, "expires": now + ttl}
+
+
+def succeed_and_start(
+    tx: Connection, held: Job, result: str, ended_at: datetime, ttl: timedelta, next_id: str, worker: str,
+    now: datetime, lease_until: datetime,
+) -> tuple[Job | None, Job | None]:
+    """As `succeed`, and as `start_by_message` the first attempt of another job, each whether the other one wins or not;
+    the last of this transaction."""
+    ended, started = statements.together(
+        tx, _succeeding(held, result, ended_at, ttl), _starting(tx, next_id, worker, now, lease_until, first=True),
+        last=True)
+    return _job(next(iter(ended), None)), _settled(tx, next(iter(started), None))
 
 
 def fail(tx: Connection, held: Job, code: str, message: str, now: datetime, ttl: timedelta) -> Job | None:
@@ -237,43 +266,6 @@ def fail(tx: Connection, held: Job, code: str, message: str, now: datetime, ttl:
     return _job(statements.first(tx, _fail, {
         "job_id": held.id, "held": held.attempt, "code": code, "message": storable(message),
         "now": now, "expires": now + ttl}))
-
-
-# A start and an end, in one: `version` counts both, as of any attempt.
-_succeed_at_once = update(jobs).where(
-    jobs.c.id == bindparam("job_id"), jobs.c.status == states.QUEUED, jobs.c.version == bindparam("seen"),
-).values(
-    status=states.SUCCEEDED, version=jobs.c.version + 2, attempt=jobs.c.attempt + 1, worker=bindparam("by"),
-    result=bindparam("outcome"), started_at=bindparam("began"),
-    published_at=func.coalesce(jobs.c.published_at, bindparam("published", type_=Moment())), **_end)
-
-
-@dataclass(frozen=True)
-class Finished:
-    """A job that was queued, and what its attempt came to within the transaction that holds it. `result` is JSON."""
-
-    job: Job
-    result: str
-    started_at: datetime
-    finished_at: datetime
-    published_at: datetime | None  # of the message that led here
-
-
-def succeed_at_once(tx: Connection, worker: str, successes: Sequence[Finished], ttl: timedelta) -> list[Job]:
-    """queued → succeeded, all of them or none: nobody has seen them run, since they began and ended in this
-    transaction, which holds them. Raises UketsukeError when one of them is no longer as it was seen."""
-    if not successes:
-        return []
-    changed = statements.changed_by_all(tx, _succeed_at_once, [
-        {"job_id": one.job.id, "seen": one.job.version, "by": worker, "outcome": one.result, "began": one.started_at,
-         "published": one.published_at, "now": one.finished_at, "expires": one.finished_at + ttl}
-        for one in successes])
-    if changed != len(successes):
-        raise UketsukeError(f"{len(successes)} jobs were held, {changed} of them could be ended")
-    return [replace(
-        one.job, status=states.SUCCEEDED, version=one.job.version + 2, attempt=one.job.attempt + 1, worker=worker,
-        result=one.result, published_at=one.job.published_at or one.published_at, started_at=one.started_at,
-        finished_at=one.finished_at, expires_at=one.finished_at + ttl, as_of=the_present()) for one in successes]
 
 
 _requeue = _move(*_wanted).values(status=states.QUEUED, lease_until=None, progress_done=None, progress_total=None)
@@ -299,7 +291,7 @@ _keep = _find.with_for_update(read=True, key_share=True)
 _cancel = _move(jobs.c.id == bindparam("job_id"), guard(jobs.c.status, states.QUEUED)).values(**_failed)
 _request_cancel = update(jobs).where(jobs.c.id == bindparam("job_id"), guard(jobs.c.status, states.RUNNING)).values(
     cancel_requested_at=func.coalesce(jobs.c.cancel_requested_at, bindparam("now", type_=Moment()))
-).returning(*_columns)
+).returning(*columns)
 _end_cancelled = _move(*_held, jobs.c.cancel_requested_at.is_not(None)).values(**_failed)
 _cancel_requested = select(jobs.c.cancel_requested_at).where(*_held)
 
@@ -338,22 +330,7 @@ def touch(tx: Connection, job_id: str) -> Job:
     return Job(*tx.execute(_touch, {"job_id": job_id}).one())
 
 
-MOST_TOUCHED = 32
-_touch_all = update(jobs).where(statements.listed(jobs.c.id, "id", MOST_TOUCHED)).values(
-    version=jobs.c.version + 1).returning(jobs.c.id, jobs.c.version)
-
-
-def touch_all(tx: Connection, known: Sequence[Job]) -> dict[str, Job]:
-    """As `touch`, for jobs that are final, of which nothing else changes; by their ids."""
-    ids = [job.id for job in known]
-    versions: dict[str, int] = dict(itertools.chain.from_iterable(statements.together(tx, *(
-        (_touch_all, statements.listing("id", ids[at:at + MOST_TOUCHED], MOST_TOUCHED))
-        for at in range(0, len(ids), MOST_TOUCHED)))))
-    now = the_present()
-    return {job.id: replace(job, version=versions[job.id], as_of=now) for job in known}
-
-
-_stalled = select(*_columns).where(
+_stalled = select(*columns).where(
     jobs.c.status == states.RUNNING, jobs.c.lease_until < bindparam("now")).order_by(jobs.c.lease_until).limit(100)
 
 

@@ -2,7 +2,7 @@
 the relay alone publishes them; whoever claims the message settles the row."""
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from datetime import datetime
 from typing import Any
@@ -38,11 +38,10 @@ class Row:
 _columns = [outbox.c[field.name] for field in fields(Row)]
 
 
-def _upsert(dialect: Any) -> Any:
-    made = dialect.insert(outbox).values(
-        task=bindparam("task"), target_id=bindparam("target_id"), queue=bindparam("queue"),
-        time_limit_seconds=bindparam("time_limit_seconds"), state=states.WAITING,
-        available_at=bindparam("available_at"), created_at=bindparam("now"), together=bindparam("together"))
+_staged = ("task", "target_id", "queue", "time_limit_seconds", "state", "available_at", "created_at", "together")
+
+
+def _anew(made: Any) -> Any:
     return made.on_conflict_do_update(
         index_elements=["task", "target_id"],
         set_={"state": states.WAITING, "available_at": made.excluded.available_at, "lease": None,
@@ -50,7 +49,11 @@ def _upsert(dialect: Any) -> Any:
               "together": made.excluded.together})
 
 
-_stage = {"sqlite": _upsert(sqlite), "postgresql": _upsert(postgresql)}
+_stage = {
+    "sqlite": _anew(sqlite.insert(outbox).values({name: bindparam(name) for name in _staged})),
+    "postgresql": _anew(postgresql.insert(outbox).from_select(
+        _staged, statements.arrays(*(outbox.c[name] for name in _staged)))),
+}
 
 
 def stage(
@@ -66,13 +69,23 @@ def stage(
 
 
 def stage_all(
-    tx: Connection, task: str, targets: Iterable[tuple[str, str, float | None, str | None]], now: datetime,
+    tx: Connection, task: str, targets: Sequence[tuple[str, str, float | None, str | None]], now: datetime,
     available_at: datetime | None = None,
 ) -> None:
     """As `stage`, of several targets, each with its queue, its time limit, and with what it may go `together`."""
-    statements.changed_by_all(tx, _stage[tx.dialect.name], [
-        {"task": task, "target_id": target_id, "queue": queue, "time_limit_seconds": seconds, "together": together,
-         "available_at": available_at or now, "now": now} for target_id, queue, seconds, together in targets])
+    if targets:
+        statements.together(tx, staging(tx, task, targets, now, available_at))
+
+
+def staging(
+    tx: Connection, task: str, targets: Sequence[tuple[str, str, float | None, str | None]], now: datetime,
+    available_at: datetime | None = None,
+) -> statements.Asked:
+    """What stages several targets, one at least, as `stage_all`."""
+    return statements.of_all(tx, _stage, [
+        {"task": task, "target_id": target_id, "queue": queue, "time_limit_seconds": seconds, "state": states.WAITING,
+         "available_at": available_at or now, "created_at": now, "together": together}
+        for target_id, queue, seconds, together in targets])
 
 
 # Each state by its own index, in order: a backlog is never sorted. CTEs are evaluated once; as a plain subquery
@@ -144,6 +157,11 @@ def settle(tx: Connection, task: str, target_id: str) -> datetime | None:
     time to say so yet published it after it became available."""
     row = statements.first(tx, _settle, {"of_task": task, "of_target": target_id})
     return None if row is None else row[0] or row[1]
+
+
+def settling(task: str, targets: Any) -> Any:
+    """The statement by which whoever claims the messages of these targets, a query, says so."""
+    return delete(outbox).where(outbox.c.task == task, outbox.c.target_id.in_(targets)).returning(outbox.c.id)
 
 
 _of_targets = select(outbox.c.id).where(

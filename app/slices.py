@@ -16,10 +16,10 @@ from typing import Any
 
 from sqlalchemy import Connection, and_, bindparam, delete, exists, func, or_, select, update
 
-from app import circuits, deliveries, statements, states, turns
+from app import at_once, circuits, deliveries, statements, states, turns
 from app.circuits import Circuit
 from app.deliveries import Attempt, Delivery
-from app.jobs import MOST_TOUCHED, Job, touch_all
+from app.jobs import Job
 from app.schema import deliveries as table
 from app.schema import delivery_attempts, endpoints, guard, jobs
 from app.schema import outbox as outbox_table
@@ -51,7 +51,7 @@ def claimed(held: Delivery, job: Job) -> Claimed:
 
 # --- reserving ---
 
-MOST = MOST_TOUCHED  # that one place has at a time
+MOST = at_once.MOST_TOUCHED  # that one place has at a time
 # Who has been staged so lately may be on the way by a message, which opens another place: it goes last here.
 _ON_THE_WAY_SECONDS = 2.0
 _ROOM_FOR_THOSE = 8  # few have a message: the others wait for the end of an attempt (`joining`)
@@ -149,7 +149,7 @@ def record(
 
 def _append(tx: Connection, kept: Sequence[Made]) -> dict[str, Job]:
     deliveries.append(tx, *(one.tried for one in kept))
-    return touch_all(tx, [one.claimed.job for one in kept])
+    return at_once.touch(tx, [one.claimed.job for one in kept])
 
 
 def _delivered(one: Made, now: datetime) -> Delivery:

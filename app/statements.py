@@ -7,11 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import Connection, Dialect, bindparam
+from sqlalchemy import ARRAY, Connection, Dialect, bindparam, func, select
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.sql.compiler import SQLCompiler
 
 Row = tuple[Any, ...]
+Asked = tuple[Any, Any]  # a statement, and its values; or those of several rows, which it is to take one by one
 _Convert = Callable[[Any], Any]
 
 
@@ -35,9 +36,9 @@ class _Ready:
         return found if self.names is None else tuple([found[name] for name in self.names])
 
     def fetch(self, dialect: Dialect, cursor: Any) -> list[Row]:
-        if cursor.description is None:
+        if not self.types:
             return []  # it changes rows, and tells none
-        if self.columns is None:
+        if self.columns is None:  # psycopg works out its description anew each time
             self.columns = tuple(
                 (place, convert) for place, (kind, said) in enumerate(zip(self.types, cursor.description))
                 if (convert := kind.dialect_impl(dialect).result_processor(dialect, said[1])) is not None)
@@ -64,22 +65,46 @@ def rows(tx: Connection, statement: Any, values: Mapping[str, Any]) -> list[Row]
     return found
 
 
-def together(tx: Connection, *asked: tuple[Any, Mapping[str, Any]]) -> list[list[Row]]:
+def together(tx: Connection, *asked: Asked, last: bool = False) -> list[list[Row]]:
     """What each of these statements returns, made in this order; in one round trip, where there are any. None of them
-    depends on what another one returns."""
+    depends on what another one returns. `last`: nothing follows in the transaction, which may be committed with them.
+    """
     if tx.dialect.name != "postgresql" or len(asked) < 2:
-        return [rows(tx, statement, values) for statement, values in asked]
+        return [_rows(tx, statement, values) for statement, values in asked]
     ready = [_for(tx.dialect, statement) for statement, _ in asked]
     driver: Any = tx.connection.driver_connection
     try:
         with driver.pipeline():
             cursors = [_execute(tx, each, each.parameters(values)) for each, (_, values) in zip(ready, asked)]
+            if last:
+                driver.execute("COMMIT")
     except tx.dialect.loaded_dbapi.Error as error:
         raise _raised(tx, ready[0].text, error) from error
     found = [each.fetch(tx.dialect, cursor) for each, cursor in zip(ready, cursors)]
     for cursor in cursors:
         cursor.close()
     return found
+
+
+def _rows(tx: Connection, statement: Any, values: Any) -> list[Row]:
+    if isinstance(values, Mapping):
+        return rows(tx, statement, values)
+    changed_by_all(tx, statement, values)
+    return []
+
+
+def of_all(tx: Connection, variants: Mapping[str, Any], values: Sequence[Mapping[str, Any]]) -> Asked:
+    """A statement that is made for several rows, one at least: the variant of this database. PostgreSQL's takes them as
+    arrays, of the same names: one statement, which would otherwise be made anew for each row."""
+    variant = variants[tx.dialect.name]
+    if tx.dialect.name != "postgresql":
+        return variant, values
+    return variant, {name: [each[name] for each in values] for name in values[0]}
+
+
+def arrays(*columns: Any) -> Any:
+    """A query of rows that are given as arrays, one for each of these columns, of its name."""
+    return select(*(func.unnest(bindparam(column.name, type_=ARRAY(column.type))) for column in columns))
 
 
 def first(tx: Connection, statement: Any, values: Mapping[str, Any]) -> Row | None:

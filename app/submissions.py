@@ -12,7 +12,7 @@ from typing import Any
 from sqlalchemy import Connection
 from sqlalchemy.exc import IntegrityError
 
-from app import db, idempotency, ids, jobs, metrics, notes, outbox, outlook, states, status
+from app import db, idempotency, ids, jobs, metrics, notes, outbox, outlook, statements, states, status
 from app.config import settings
 from app.errors import BacklogFull
 from app.group_commit import GroupCommit
@@ -115,17 +115,16 @@ def _write(tx: Connection, batch: Sequence[_Submission]) -> None:
         for new, note_id in zip(noted, notes.add(tx, [(new.owner, new.note or "") for new in noted], now)):
             new.note_id, new.members = note_id, {"note_id": note_id}
     written = [new_job(new.owner, new.kind, new.members, new.callback_url, new.note_id, new.now) for new in batch]
-    jobs.submit(tx, written)
-    outbox.stage_all(tx, states.RUN_JOB, [
-        (job.id, job.queue, job.time_limit_seconds, _together_with(new)) for new, job in zip(batch, written)], now)
-    records = []
     for new, job in zip(batch, written):
         new.job, new.body = job, json.dumps(_answer(new, job), ensure_ascii=False) + "\n"
-        if new.key is not None:
-            records.append((new.owner, new.key.text, idempotency.Record(
-                new.key.fingerprint, job.id, new.note_id, new.body)))
-    if records:
-        idempotency.keep(tx, records, now)
+    asked = [jobs.submitting(tx, written), outbox.staging(tx, states.RUN_JOB, [
+        (job.id, job.queue, job.time_limit_seconds, _together_with(new)) for new, job in zip(batch, written)], now)]
+    if records := [
+        (new.owner, new.key.text, idempotency.Record(new.key.fingerprint, job.id, new.note_id, new.body))
+        for new, job in zip(batch, written) if new.key is not None
+    ]:
+        asked.append(idempotency.keeping(tx, records, now))
+    statements.together(tx, *asked, last=True)
 
 
 def new_job(

@@ -23,7 +23,7 @@ from typing import Any
 import psutil
 import requests
 
-from app import clock, db, ids, jobs, kinds, submissions
+from app import clock, db, ids, jobs, kinds, statements, submissions
 from bench import receiving, stores
 from bench.figures import Target
 from tasks import deliver_webhook, run_job, signature
@@ -54,7 +54,7 @@ def seed(url: str, number: int) -> None:
 def _seed_one(tx: Any, kind: kinds.Kind, url: str) -> None:
     now = clock.now()
     job = submissions.new_job("local", kind, {"n": 10}, url, None, now)
-    jobs.submit(tx, [job])
+    statements.together(tx, jobs.submitting(tx, [job]))
     running = jobs.start(tx, job.id, "bench", now, now + timedelta(seconds=60), None)
     assert running is not None
     ended = jobs.succeed(tx, running, '{"n": 10, "count": 4}', clock.now(), timedelta(days=1))

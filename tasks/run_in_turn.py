@@ -70,15 +70,16 @@ class _Turn:
         ended_at = started_at = now()  # whoever waits for the writer's turn does not run
         try:
             with db.transaction() as tx:
-                after, _ = run_job.write_end(tx, held, outcome, ended_at)
                 started_at = now()
-                self._claimed = run_job.claim_if_free(tx, job_id, started_at, first=True)
-        except (run_job.Lost, DBAPIError, PoolTimeout):  # whose fault it was shows when each is tried alone
+                after, self._claimed = jobs.succeed_and_start(
+                    tx, held, outcome.result, ended_at, run_job.result_ttl(), job_id, celery.NAME, started_at,
+                    run_job.lease_from(started_at))
+        except (DBAPIError, PoolTimeout):  # whose fault it was shows when each is tried alone
             self._claimed = None
             return self._end_alone(held, outcome, now, job_id, started_at)
         self._begin()
         status.write_all([(job, None) for job in (after, self._claimed) if job is not None])
-        return after
+        return after or run_job.finish(held, outcome, now)  # cancelled, or lost
 
     def _begin(self) -> None:
         if self._claimed is not None:
@@ -90,13 +91,12 @@ class _Turn:
     ) -> Job | None:
         """If only the answer to the commit was lost, the next job is claimed nevertheless."""
         after = run_job.finish(held, outcome, now)
-        if after is None:
-            with db.reading() as view:
-                following = jobs.find(view, job_id)
-            if following is not None and (following.status, following.worker, following.started_at) == (
-                    states.RUNNING, celery.NAME, started_at):
-                self._claimed = following
-                self._begin()
+        with db.reading() as view:
+            following = jobs.find(view, job_id)
+        if following is not None and (following.status, following.worker, following.started_at) == (
+                states.RUNNING, celery.NAME, started_at):
+            self._claimed = following
+            self._begin()
         return after
 
     def beat(self) -> float:

@@ -93,7 +93,7 @@ def claim(job_id: str, now: datetime, first: bool = False) -> Job | None:
             if first and known is not None and known.attempt > 0:
                 return None
             published_at = outbox.settle(tx, states.RUN_JOB, job_id)
-            held = jobs.start(tx, job_id, celery.NAME, now, _lease_from(now), published_at)
+            held = jobs.start(tx, job_id, celery.NAME, now, lease_from(now), published_at)
     if held is None:
         log.info("nothing to claim", extra={"job_id": job_id})
         return None
@@ -105,13 +105,10 @@ def claim(job_id: str, now: datetime, first: bool = False) -> Job | None:
 def claim_if_free(tx: Connection, job_id: str, now: datetime, first: bool = False) -> Job | None:
     """queued → running, by the message that names this job; None when the job does not wait for it, or somebody moves
     it at this moment."""
-    held = jobs.start_by_message(tx, job_id, celery.NAME, now, _lease_from(now), first)
-    if held is not None:
-        outbox.settle(tx, states.RUN_JOB, job_id)
-    return held
+    return jobs.start_by_message(tx, job_id, celery.NAME, now, lease_from(now), first)
 
 
-def _lease_from(now: datetime) -> datetime:
+def lease_from(now: datetime) -> datetime:
     return now + timedelta(seconds=settings().lease_seconds)
 
 
@@ -154,11 +151,11 @@ def release_all(worker: str, now: datetime) -> list[Job]:
 def _write_release(
     tx: Connection, held: Job, next_attempt_at: datetime, now: datetime,
 ) -> tuple[Job, Delivery | None] | None:
-    after = jobs.release(tx, held) or jobs.end_cancelled(tx, held, now, _ttl())
+    after = jobs.release(tx, held) or jobs.end_cancelled(tx, held, now, result_ttl())
     return None if after is None else (after, follow_up(tx, after, next_attempt_at, now))
 
 
-def _ttl() -> timedelta:
+def result_ttl() -> timedelta:
     return timedelta(seconds=settings().result_ttl_seconds)
 
 
@@ -174,7 +171,7 @@ def _run(held: Job, kind: Kind, now: Callable[[], datetime], end: End) -> Job | 
 def _end_cancelled(held: Job, now: Callable[[], datetime]) -> None:
     """The end of an attempt whose function does not stop: it is written first, then nothing of it counts."""
     with db.transaction() as tx:
-        after = jobs.end_cancelled(tx, held, now(), _ttl())
+        after = jobs.end_cancelled(tx, held, now(), result_ttl())
         delivery = None if after is None else follow_up(tx, after, now(), now())
     if after is not None:
         log.warning("the cancelled function did not stop", extra={"job_id": held.id, "attempt": held.attempt})
@@ -273,12 +270,12 @@ def finish(held: Job, outcome: Outcome, now: Callable[[], datetime]) -> Job | No
 def write_end(tx: Connection, held: Job, outcome: Outcome, now: datetime) -> tuple[Job, Delivery | None]:
     """The one guarded statement that ends the attempt, with what must follow from it. Raises Lost."""
     if isinstance(outcome, Success):
-        after = jobs.succeed(tx, held, outcome.result, now, _ttl())
+        after = jobs.succeed(tx, held, outcome.result, now, result_ttl())
     elif outcome.again and held.attempt < held.max_attempts:
         after = jobs.requeue(tx, held)
     else:
-        after = jobs.fail(tx, held, outcome.code, outcome.message, now, _ttl())
-    after = after or jobs.end_cancelled(tx, held, now, _ttl())
+        after = jobs.fail(tx, held, outcome.code, outcome.message, now, result_ttl())
+    after = after or jobs.end_cancelled(tx, held, now, result_ttl())
     if after is None:
         raise Lost
     return after, follow_up(tx, after, backoff.next_job_attempt_at(held.attempt, random.random(), now), now)

@@ -16,7 +16,7 @@ from celery import signals
 from sqlalchemy import Connection
 from sqlalchemy.exc import DBAPIError
 
-from app import clock, db, jobs, kinds, logs, metrics, outbox, states, status
+from app import at_once, clock, db, jobs, kinds, logs, metrics, outbox, states, status
 from app.config import settings
 from app.deliveries import Delivery
 from app.jobs import Job
@@ -77,7 +77,7 @@ def run_together(job_ids: list[str]) -> None:
 def run_all(job_ids: Sequence[str], now: Callable[[], datetime] = clock.now) -> list[Job]:
     """Runs and ends attempts in one transaction; returns the jobs as they are after it. Raises whatever broke it."""
     with db.transaction() as tx:
-        held = jobs.hold_first(tx, job_ids)
+        held = at_once.hold_first(tx, job_ids)
         ran = _run_in_time([job for job in held if _may_share(job)], tx, now)
         published = outbox.settle_all(tx, states.RUN_JOB, [job.id for job in held])
         ended = _succeed(tx, ran, published) + _fail(tx, ran, published)
@@ -121,8 +121,8 @@ def _run(job: Job, tx: Connection) -> Outcome:
 
 
 def _succeed(tx: Connection, ran: list[Ran], published: dict[str, datetime]) -> list[Job]:
-    return jobs.succeed_at_once(tx, celery.NAME, [
-        jobs.Finished(one.job, one.outcome.result, one.started_at, one.finished_at, published.get(one.job.id))
+    return at_once.succeed(tx, celery.NAME, [
+        at_once.Finished(one.job, one.outcome.result, one.started_at, one.finished_at, published.get(one.job.id))
         for one in ran if isinstance(one.outcome, Success)], timedelta(seconds=settings().result_ttl_seconds))
 
 
@@ -153,7 +153,7 @@ def separate(job_ids: Sequence[str], now: datetime) -> list[str]:
     """Stages those of these jobs that wait for their first attempt, and that nobody moves at this moment, for a message
     of their own each; returns their ids."""
     with db.transaction() as tx:
-        held = jobs.hold_first(tx, job_ids)
+        held = at_once.hold_first(tx, job_ids)
         published = outbox.settle_all(tx, states.RUN_JOB, [job.id for job in held])
         _stage_again(tx, held, published, now, share=False)
     status.wake_relay()

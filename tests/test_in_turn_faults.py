@@ -16,6 +16,7 @@ from sqlalchemy import Connection, text
 from sqlalchemy.exc import OperationalError
 
 from app import clock, db, jobs, kinds, metrics, outlook, status
+from app.jobs import Job
 from tasks import relay_outbox, run_in_turn, run_job, run_together
 from tests.asking import cancel
 from tests.conftest import World, one_database
@@ -29,9 +30,11 @@ __all__ = ["acting", "unhurried"]  # fixtures
 on_postgresql = pytest.mark.parametrize("world", ["postgresql"], indirect=True)
 
 
+@pytest.mark.parametrize("cancelled", [False, True])
 def test_a_lost_answer_to_a_commit_costs_the_next_one_nothing(
-    api: FlaskClient, world: World, acting: Any, monkeypatch: pytest.MonkeyPatch,
+    api: FlaskClient, world: World, acting: Any, monkeypatch: pytest.MonkeyPatch, cancelled: bool,
 ) -> None:
+    """Also when the end before it was refused."""
     ids, commit, lost = acting("well", "well", "well"), db.transaction, list[bool]()
     messages()
 
@@ -43,9 +46,18 @@ def test_a_lost_answer_to_a_commit_costs_the_next_one_nothing(
             lost.append(True)
             raise OperationalError("COMMIT", None, ConnectionError())
 
+    def succeed_and_start(tx: Connection, held: Job, *more: Any) -> Any:
+        if cancelled and held.id == ids[0]:
+            assert jobs.request_cancel(tx, held.id, clock.now()) is not None
+        return together(tx, held, *more)
+
+    together = jobs.succeed_and_start
+    monkeypatch.setattr(jobs, "succeed_and_start", succeed_and_start)
+
     monkeypatch.setattr(db, "transaction", lossy)
     run_in_turn.run_in_turn(ids)
-    assert lost and _ran == ids and world.count("jobs", "status = 'succeeded' AND attempt = 1") == len(ids) + 1
+    assert lost and _ran == ids and world.count("jobs", "attempt = 1") == len(ids) + 1
+    assert world.count("jobs", "status = 'succeeded'") == len(ids) + 1 - cancelled
 
 
 def test_what_was_claimed_and_never_ran_is_given_back(

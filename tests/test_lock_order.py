@@ -55,6 +55,20 @@ def test_a_repeated_message_that_comes_as_an_attempt_ends_leaves_no_row(api: Fla
     assert world.count("outbox") == deadlocks(world) == 0
 
 
+@pytest.mark.parametrize("first", [False, True])
+def test_a_claim_that_waits_for_the_relay_settles_its_row(api: FlaskClient, world: World, first: bool) -> None:
+    """The relay says that it has published a message while that is claimed."""
+    job_id = submit(api, n=5)
+    with db.transaction() as tx:
+        (row,) = outbox.claim(tx, "relay", clock.now(), later(15), 9)
+    with db.transaction() as tx:
+        assert outbox.mark_published(tx, ["relay"], [row.id], clock.now()) == 1
+        with meanwhile(world, lambda: run_job.claim(job_id, clock.now(), first)) as outcome:
+            tx.commit()
+    assert (outcome[0].status, outcome[0].attempt, outcome[0].published_at) == ("running", 1, row.available_at)
+    assert world.count("outbox") == deadlocks(world) == 0
+
+
 def test_a_cancellation_waits_for_a_claim_and_holds_nothing_that_it_needs(api: FlaskClient, world: World) -> None:
     job_id = submit(api, n=5)
     with db.transaction() as tx:

@@ -16,6 +16,9 @@ from tests.running import submit
 
 _all = select(schema.jobs).where(schema.jobs.c.id == bindparam("job_id"))
 _keep = insert(schema.tombstones).values({name: bindparam(name) for name in schema.tombstones.c.keys()})
+_keep_all = {"sqlite": _keep, "postgresql": insert(schema.tombstones).from_select(
+    schema.tombstones.c.keys(), statements.arrays(*schema.tombstones.c))}
+_all_kept = select(schema.tombstones.c.job_id).order_by("job_id")
 
 
 def tombstone(job_id: str, **values: Any) -> dict[str, Any]:
@@ -103,3 +106,27 @@ def test_of_several_together_one_is_refused_as_it_is_alone(world: World) -> None
     with db.transaction() as tx:
         assert statements.together(tx, (_keep, tombstone("a")), (_keep, tombstone("b"))) == [[], []]
     assert world.count("tombstones") == 2
+
+
+def test_the_last_ones_together_are_committed_or_none_of_them(world: World) -> None:
+    with db.transaction() as tx:
+        found = statements.together(tx, (_keep, tombstone("a")), (_all_kept, {}), last=True)
+    assert found == [[], [("a",)]] and world.count("tombstones") == 1
+    with pytest.raises(IntegrityError), db.transaction() as tx:
+        statements.together(tx, (_keep, tombstone("b")), (_keep, tombstone("a")), last=True)
+    with pytest.raises(IntegrityError), db.transaction() as tx:
+        tx.execute(_keep, tombstone("b"))
+        statements.together(tx, (_all_kept, {}), (_keep, tombstone("a")), last=True)
+    with db.transaction() as tx:  # the connection is as good as before
+        assert statements.together(tx, (_all_kept, {}), (_keep, tombstone("b")), last=True) == [[("a",)], []]
+    assert world.count("tombstones") == 2
+
+
+def test_several_rows_are_written_as_one_by_one(world: World) -> None:
+    values = [tombstone("a"), tombstone("b", kind='{"x",\\'), tombstone("c", owner="NULL")]
+    with db.transaction() as tx:
+        assert statements.together(tx, statements.of_all(tx, _keep_all, values), (_all_kept, {})) == [
+            [], [("a",), ("b",), ("c",)]]
+    with db.reading() as view:
+        kept = view.execute(select(schema.tombstones).order_by(schema.tombstones.c.job_id)).mappings().all()
+    assert [dict(row) for row in kept] == values

@@ -14,7 +14,7 @@ from celery.exceptions import SoftTimeLimitExceeded
 from flask.testing import FlaskClient
 from pydantic import BaseModel
 
-from app import clock, db, jobs, kinds, notes, outbox, presence, states
+from app import at_once, clock, db, jobs, kinds, notes, outbox, presence, states
 from tasks import relay_outbox, rescue_stalled, run_job, run_together, sharing
 from tests.asking import all_at_once, another, cancel, nothing_is_wrong
 from tests.conftest import World, one_database
@@ -184,11 +184,11 @@ def test_who_was_not_as_it_was_seen_ends_nobody(api: FlaskClient, world: World) 
     """The fence, should a database not hold what was read: none of the ends is written."""
     ids = submit_notes(api, 2)
     with pytest.raises(Exception, match="2 jobs were held, 1 of them"), db.transaction() as tx:
-        held = jobs.hold_first(tx, ids)
+        held = at_once.hold_first(tx, ids)
         tx.execute(jobs._touch, {"job_id": ids[1]})
         moment = clock.now()
-        ends = [jobs.Finished(job, "1", moment, moment, None) for job in held]
-        jobs.succeed_at_once(tx, "w", ends, later(9) - moment)
+        ends = [at_once.Finished(job, "1", moment, moment, None) for job in held]
+        at_once.succeed(tx, "w", ends, later(9) - moment)
     assert world.count("jobs", "status = 'queued' AND version = 0") == 2
 
 
@@ -263,7 +263,7 @@ def test_relays_that_mark_and_workers_that_settle_do_not_wait_for_each_other(api
     def works() -> None:
         while time.monotonic() < until:
             with db.transaction() as tx:
-                held = jobs.hold_first(tx, published[-1])
+                held = at_once.hold_first(tx, published[-1])
                 moments = outbox.settle_all(tx, states.RUN_JOB, [job.id for job in held])
                 run_together._stage_again(tx, held[::-1], moments, clock.now(), share=True)
 
