@@ -13,6 +13,7 @@ errors       what can go wrong, without HTTP
 kinds        what a kind of job is, and the registry of kinds
 jobs, notes, outbox, deliveries, idempotency, retention
              one noun each: its rows and every move that they make
+at_once      moves of several jobs that share a transaction
 addresses    which callback addresses may be reached
 circuits, turns, slices, joining
              how endpoints answer lately, whose callback a host gets next, who goes on in its place, who needs no
@@ -26,6 +27,7 @@ pages        the lists, newest first
 outlook, forecast
              how long a job has to wait, how large the backlog is
 status       the Redis view: the hash `job:<id>` and the relay's wake token; readers share a round trip
+redis_client this process's connections to Redis
 presence     which workers and couriers are alive, and when the relay last ran
 signing      the secrets that callbacks are signed with
 logs         one JSON object a line

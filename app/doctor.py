@@ -19,7 +19,7 @@ from redis.exceptions import RedisError
 from sqlalchemy import Connection, and_, bindparam, func, select
 from sqlalchemy.exc import SQLAlchemyError
 
-from app import clock, db, invariants, presence, states, status, turns
+from app import clock, db, invariants, presence, redis_client, states, status, turns
 from app import outbox as message
 from app.errors import UketsukeError
 from app.invariants import Invariant
@@ -122,7 +122,7 @@ def _view(wait: Callable[[float], None]) -> list[Finding]:
 
 def _differing() -> dict[tuple[str, ...], Finding]:
     """What is wrong, by what was seen: the job and what its hash shows, which moves on while the job does."""
-    keys = status.client().scan_iter(f"{status.key('')}*", count=_BATCH)
+    keys = redis_client.client().scan_iter(f"{status.key('')}*", count=_BATCH)
     ours = (found for key in keys if _ID.fullmatch(found := key.removeprefix(status.key(""))))  # others share Redis
     batches = iter(lambda: list(itertools.islice(ours, _BATCH)), [])
     return {seen: finding for batch in batches for seen, finding in _compare(batch)}
@@ -134,7 +134,7 @@ _rows = select(*(jobs.c[name] for name in ("id", *_FIELDS))).where(jobs.c.id.in_
 
 
 def _compare(ids: list[str]) -> Iterator[tuple[tuple[str, ...], Finding]]:
-    with status.client().pipeline(transaction=False) as pipe:
+    with redis_client.client().pipeline(transaction=False) as pipe:
         for job_id in ids:
             pipe.hmget(status.key(job_id), *_FIELDS, "document")
             pipe.ttl(status.key(job_id))
@@ -174,7 +174,7 @@ def _is_of(document: Any, row: Any) -> bool:
 
 def _forget(job_id: str) -> bool:
     try:
-        status.client().delete(status.key(job_id))
+        redis_client.client().delete(status.key(job_id))
     except (RedisError, OSError):
         return False
     return True

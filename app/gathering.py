@@ -40,7 +40,7 @@ class Gathering(Generic[Item]):
         with self._lock:
             self._waiting.append(place)
             leads, self._led = not self._led, True
-            if len(self._waiting) >= self._expected:
+            if self._patience and len(self._waiting) >= self._expected:
                 self._enough.set()
         if not leads:
             place.called.acquire()
@@ -51,14 +51,15 @@ class Gathering(Generic[Item]):
 
     def gather(self) -> None:
         """Waits until as many have come as the last time."""
-        if self._expected > 1:
+        if self._patience and self._expected > 1:
             self._enough.wait(self._patience)
 
     def take(self) -> list[Place[Item]]:
         """All that wait, the leader among them."""
         with self._lock:
             taken, self._waiting, self._expected = self._waiting, [], len(self._waiting)
-            self._enough.clear()
+            if self._patience:
+                self._enough.clear()
         return taken
 
     def hand_over(self) -> None:

@@ -16,7 +16,7 @@ from redis.exceptions import RedisError
 from sqlalchemy import Connection, func, select
 from sqlalchemy.exc import SQLAlchemyError
 
-from app import circuits, clock, db, kinds, outbox, presence, states, status
+from app import circuits, clock, db, kinds, outbox, presence, redis_client, states
 from app.schema import deliveries as delivery_rows
 from app.schema import jobs as job_rows
 from app.schema import outbox as outbox_rows
@@ -95,11 +95,11 @@ def _of_database(now: datetime) -> tuple[list[tuple[Gauge, Readings]], bool]:
 
 def _of_redis(now: datetime) -> tuple[list[tuple[Gauge, Readings]], bool]:
     try:
-        ran_at = None if status.away() else presence.relay_ran_at()
+        ran_at = None if redis_client.away() else presence.relay_ran_at()
     except (RedisError, OSError, ValueError) as error:
         log.warning("Redis did not tell", extra={"error": type(error).__name__})
         return [], False
-    return [] if ran_at is None else [(RELAY, [((), _age(now, ran_at))])], not status.away()
+    return [] if ran_at is None else [(RELAY, [((), _age(now, ran_at))])], not redis_client.away()
 
 
 def _age(now: datetime, since: datetime | None) -> float:

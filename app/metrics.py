@@ -112,8 +112,11 @@ def delivered(outcome: str, seconds: float | None) -> None:
 def answered(rule: str, method: str, status: int, seconds: float) -> None:
     """A request was answered. `rule` is the route's, never the path."""
     method = method if method in _METHODS else "other"
-    _count(REQUESTS, rule, method, str(status))
-    _observe(REQUEST, seconds, rule, method)
+    with _best_effort:
+        counted = _known_child(REQUESTS, (rule, method, str(status)))
+        if counted is not None:
+            counted.inc()
+            _known_child(REQUEST, (rule, method)).observe(max(0.0, seconds))
 
 
 # --- the files ---

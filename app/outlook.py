@@ -16,7 +16,7 @@ from typing import Any
 from sqlalchemy import Connection, bindparam, func, select, text
 from sqlalchemy.exc import SQLAlchemyError
 
-from app import clock, db, forecast, kinds, presence, statements, states, status
+from app import clock, db, forecast, kinds, presence, redis_client, statements, states
 from app.config import settings
 from app.errors import BacklogFull
 from app.forecast import Queue
@@ -226,8 +226,8 @@ def _places_that_count(starts: list[float]) -> int:
 
 def _signs() -> list[dict[str, Any]]:
     """The workers that are alive; none when Redis does not tell."""
-    if not status.away():
-        with status.best_effort("outlook"):
+    if not redis_client.away():
+        with redis_client.best_effort("outlook"):
             return presence.signs_of_life("worker")
     return []
 

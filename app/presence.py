@@ -6,7 +6,7 @@ from collections.abc import Collection
 from datetime import datetime
 from typing import Any
 
-from app.status import away, best_effort, client
+from app.redis_client import away, best_effort, client
 
 PRESENCE_SECONDS = 15  # how long a sign of life counts; workers give one every 2 s
 FRESH_SECONDS = 6  # three signs: a worker that was killed counts no longer than that as one that is free

@@ -2,32 +2,19 @@
 swallowed, and SQL answers instead."""
 from __future__ import annotations
 
-import contextlib
-import functools
 import json
-import logging
-import os
-import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import redis
-from redis.backoff import NoBackoff
 from redis.connection import AbstractConnection
-from redis.exceptions import ConnectionError as ConnectionAway
-from redis.exceptions import RedisError, ResponseError
-from redis.exceptions import TimeoutError as TimeoutAway
-from redis.retry import Retry
+from redis.exceptions import ResponseError
 
-from app import config, deliveries, gathering, jobs, states
+from app import deliveries, gathering, jobs, redis_client, states
 from app.clock import now as the_present
 from app.deliveries import Delivery
 from app.gathering import Gathering
 from app.jobs import Job
-
-log = logging.getLogger("uketsuke.status")
 
 WAKE_KEY = "outbox:wake"
 # How long a state that will change is shown, from when SQL had it: a stale one heals when that ends, and a write that
@@ -37,8 +24,6 @@ UNFINISHED_TTL_SECONDS = 10
 # asks later has it from SQL, and only then, since it was asked for, is it shown for long.
 ENDED_TTL_SECONDS = UNFINISHED_TTL_SECONDS + 5
 FINAL_TTL_SECONDS = 3600
-_ANSWER_SECONDS = 0.5  # how long a request may wait for Redis
-_PAUSE_SECONDS = 1.0  # after an error Redis is left alone for so long, so that a dead one costs one wait, not each
 
 # One step: an older version never covers a later one, and no hash is ever without its time to live. As many arguments
 # for each key: version, milliseconds to live, when SQL had this state (in milliseconds, or empty when it does not age),
@@ -68,11 +53,6 @@ _READ_FIELDS = (b"job_id", b"owner", b"kind", b"status", b"created_at", b"starte
 _READ = b"*%d\r\n$5\r\nHMGET\r\n$%%d\r\n%%b\r\n" % (2 + len(_READ_FIELDS)) + b"".join(
     b"$%d\r\n%b\r\n" % (len(name), name) for name in _READ_FIELDS)
 
-_away_until = 0.0
-# While Redis was away, SQL answered, perhaps with an end that Redis has not been told: what it shows as unfinished is
-# not believed until all of that is gone, so that no reader sees a job go back.
-_distrusted_until = 0.0
-
 
 @dataclass(frozen=True)
 class View:
@@ -90,77 +70,6 @@ class View:
 
 def key(job_id: str) -> str:
     return f"job:{job_id}"
-
-
-@functools.lru_cache(maxsize=2)
-def _client(pid: int) -> redis.Redis:
-    return redis.Redis.from_url(
-        config.redis_url(), decode_responses=True, socket_timeout=_ANSWER_SECONDS,
-        socket_connect_timeout=_ANSWER_SECONDS, retry=Retry(NoBackoff(), 0), max_connections=64)
-
-
-def client() -> redis.Redis:
-    """This process's client: bounded, impatient, asking once."""
-    return _client(os.getpid())
-
-
-class _Line(threading.local):
-    """This thread's own connection: taking one from a pool costs as much as the question."""
-
-    of: redis.Redis | None = None
-    connection: AbstractConnection | None = None
-
-
-_line = _Line()
-
-
-def _ask(*commands: tuple[Any, ...]) -> list[Any]:
-    """The answers to these commands, in one round trip. They may be repeated."""
-    return _on_own_line(lambda line: _exchange(
-        line, line.pack_commands(commands), lambda: [line.read_response() for _ in commands]))
-
-
-def _on_own_line(ask: Callable[[AbstractConnection], list[Any]]) -> list[Any]:
-    """Asks on this thread's connection; once more on a new one, since a kept one may have been closed: that says
-    nothing about the server."""
-    kept = _line.connection if _line.of is client() else None
-    if kept is not None:
-        try:
-            return ask(kept)
-        except ConnectionAway:
-            pass
-    pool = client().connection_pool
-    _line.of, _line.connection = client(), pool.connection_class(**pool.connection_kwargs)
-    return ask(_line.connection)
-
-
-def _exchange(line: AbstractConnection, packed: list[bytes], read: Callable[[], list[Any]]) -> list[Any]:
-    try:
-        line.send_packed_command(packed)
-        return read()
-    except BaseException:
-        line.disconnect()  # answers that nobody has read would be taken for the next ones
-        raise
-
-
-@contextlib.contextmanager
-def best_effort(doing: str, **about: str) -> Iterator[None]:
-    """Logs and swallows what Redis cannot do, or holds that cannot be read (ValueError). The line has these fields
-    too."""
-    global _away_until, _distrusted_until
-    try:
-        yield
-    except (RedisError, OSError, ValueError) as error:
-        if isinstance(error, ConnectionAway | TimeoutAway | OSError):
-            _away_until = time.monotonic() + _PAUSE_SECONDS
-            _distrusted_until = time.monotonic() + UNFINISHED_TTL_SECONDS
-        # Not its message: a refusal repeats the command, which may hold a result.
-        log.warning("Redis did not do it", extra={"doing": doing, "error": type(error).__name__, **about})
-
-
-def away() -> bool:
-    """Whether Redis failed a moment ago and is left alone for now."""
-    return time.monotonic() < _away_until
 
 
 # --- the hash ---
@@ -188,6 +97,14 @@ def write(job: Job, callback: Delivery | None = None, wake: bool = False, asked_
     return write_all([(job, callback)], wake, asked_for) == [True]
 
 
+def write_in_passing(*written: Job) -> None:
+    """As `write_all`, of jobs whose callback nothing is known of, by a thread that writes again when the last of them
+    ends: it does not wait for Redis now."""
+    if not redis_client.away():
+        with redis_client.best_effort("write", job_id=written[0].id):
+            redis_client.tell(_writing([(job, None) for job in written], asked_for=False))
+
+
 def write_all(
     written: Sequence[tuple[Job, Delivery | None]], wake: bool = False, asked_for: bool = False,
 ) -> list[bool]:
@@ -198,16 +115,20 @@ def write_all(
     """
     if not written and wake:
         wake_relay()
-    if away() or not written:
+    if redis_client.away() or not written:
         return [False] * len(written)
-    keys, arguments = [], []
+    with redis_client.best_effort("write", job_id=written[0][0].id):
+        shown, *_ = redis_client.ask(_writing(written, asked_for), *(_WAKE if wake else ()))
+        return [each == 1 for each in shown]
+    return [False] * len(written)
+
+
+def _writing(written: Sequence[tuple[Job, Delivery | None]], asked_for: bool) -> tuple[str | int, ...]:
+    keys, arguments = [], list[str | int]()
     for job, callback in written:
         keys.append(key(job.id))
         arguments += _fields(job, callback, asked_for)
-    with best_effort("write", job_id=written[0][0].id):
-        shown, *_ = _ask(("EVAL", _WRITE, len(keys), *keys, *arguments), *(_WAKE if wake else ()))
-        return [each == 1 for each in shown]
-    return [False] * len(written)
+    return "EVAL", _WRITE, len(keys), *keys, *arguments
 
 
 def _fields(job: Job, callback: Delivery | None, asked_for: bool) -> list[str | int]:
@@ -238,13 +159,15 @@ class _Look:
 
 def read(job_id: str) -> View | None:
     """The job as Redis knows it; None when Redis is away, does not know it, or holds something else."""
-    if away():
+    if redis_client.away():
         return None
     look = _Look(job_id)
     _looks.join(look)
-    with best_effort("read", job_id=job_id):
+    try:
         return _understood(look)
-    return None
+    except redis_client.TROUBLE as error:
+        redis_client.note(error, "read", job_id=job_id)
+        return None
 
 
 def _understood(look: _Look) -> View | None:
@@ -256,7 +179,7 @@ def _understood(look: _Look) -> View | None:
     found, owner, kind, state, created_at, started_at, expires_at, body = texts
     if found != look.job_id or not created_at or state not in states.JOB_STATUSES or not _is_of(body, found):
         return None
-    if state not in states.FINAL and time.monotonic() < _distrusted_until:
+    if state not in states.FINAL and redis_client.seconds_since_trouble() < UNFINISHED_TTL_SECONDS:
         return None
     return View(found, owner, kind, state, created_at, started_at or None, expires_at or None, body)
 
@@ -266,11 +189,12 @@ def _look_for_all() -> None:
     once: who comes meanwhile finds it away."""
     places = _looks.take()
     try:
-        with best_effort("read"):
-            if not away():
-                answers = _on_own_line(lambda line: _look(line, [place.item.job_id for place in places]))
-                for place, answer in zip(places, answers):
-                    place.item.found = answer
+        if not redis_client.away():
+            answers = redis_client.on_own_line(lambda line: _look(line, [place.item.job_id for place in places]))
+            for place, answer in zip(places, answers):
+                place.item.found = answer
+    except redis_client.TROUBLE as error:
+        redis_client.note(error, "read")
     finally:
         _looks.hand_over()
         gathering.settle(places)
@@ -278,8 +202,8 @@ def _look_for_all() -> None:
 
 def _look(line: AbstractConnection, job_ids: list[str]) -> list[Any]:
     keys = [key(job_id).encode() for job_id in job_ids]
-    return _exchange(line, [b"".join([_READ % (len(each), each) for each in keys])],
-                     lambda: [_answer(line) for _ in keys])
+    asked = b"".join([_READ % (len(each), each) for each in keys])
+    return redis_client.exchange(line, [asked], lambda: [_answer(line) for _ in keys])
 
 
 def _answer(line: AbstractConnection) -> Any:
@@ -298,9 +222,9 @@ def _is_of(body: str | None, job_id: str) -> bool:
 
 def forget(job_ids: list[str]) -> None:
     """Takes jobs out of the view."""
-    if job_ids and not away():
-        with best_effort("forget"):
-            client().delete(*map(key, job_ids))
+    if job_ids and not redis_client.away():
+        with redis_client.best_effort("forget"):
+            redis_client.client().delete(*map(key, job_ids))
 
 
 # --- the wake token ---
@@ -308,17 +232,9 @@ def forget(job_ids: list[str]) -> None:
 
 def wake_relay() -> None:
     """Tells a waiting relay that the outbox has something due. Without Redis it finds out at its next tick."""
-    if not away():
-        with best_effort("wake"):
-            _ask(*_WAKE)
-
-
-@functools.lru_cache(maxsize=2)
-def _waiting_client(pid: int) -> redis.Redis:
-    longest = config.settings().relay_interval_seconds + _ANSWER_SECONDS  # a half-open connection must not hold it
-    return redis.Redis.from_url(
-        config.redis_url(), decode_responses=True, socket_timeout=longest, socket_connect_timeout=_ANSWER_SECONDS,
-        socket_keepalive=True, retry=Retry(NoBackoff(), 0), max_connections=64)
+    if not redis_client.away():
+        with redis_client.best_effort("wake"):
+            redis_client.ask(*_WAKE)
 
 
 def wait_for_wake(seconds: float) -> bool:
@@ -326,6 +242,6 @@ def wait_for_wake(seconds: float) -> bool:
     if seconds <= 0:
         return False
     try:
-        return _waiting_client(os.getpid()).blpop([WAKE_KEY], timeout=seconds) is not None
-    except (RedisError, OSError):
+        return redis_client.waiting_client().blpop([WAKE_KEY], timeout=seconds) is not None
+    except redis_client.TROUBLE:
         return False

@@ -78,7 +78,10 @@ class _Turn:
             self._claimed = None
             return self._end_alone(held, outcome, now, job_id, started_at)
         self._begin()
-        status.write_all([(job, None) for job in (after, self._claimed) if job is not None])
+        if self._claimed is not None:
+            status.write_in_passing(*([after] if after else []), self._claimed)
+        elif after is not None:
+            status.write(after)
         return after or run_job.finish(held, outcome, now)  # cancelled, or lost
 
     def _begin(self) -> None:

@@ -98,7 +98,7 @@ def claim(job_id: str, now: datetime, first: bool = False) -> Job | None:
         log.info("nothing to claim", extra={"job_id": job_id})
         return None
     metrics.started(held)
-    status.write(held)
+    status.write_in_passing(held)
     return held
 
 

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import ipaddress
+import math
 import os
 import signal
 import socket
@@ -15,7 +16,7 @@ import pytest
 import redis
 from flask.testing import FlaskClient
 
-from app import config, db, addresses, gauges, kinds, metrics, outlook, stack, status
+from app import addresses, config, db, gauges, kinds, metrics, outlook, redis_client, stack
 from tasks import sharing
 from tests import promised, servers
 from tests import receiver as receivers
@@ -131,7 +132,7 @@ def world(
            PROMETHEUS_MULTIPROC_DIR=tmp_path / "var" / "metrics")
     client = redis.Redis.from_url(valkey.url, decode_responses=True)
     client.flushall()
-    status._away_until = status._distrusted_until = 0.0
+    redis_client._away_until, redis_client._trouble_at = 0.0, -math.inf
     outlook.forget()
     sharing.forget()
     try:

@@ -15,7 +15,7 @@ from celery.exceptions import SoftTimeLimitExceeded
 from flask.testing import FlaskClient
 from sqlalchemy.exc import OperationalError
 
-from app import clock, db, jobs, kinds, outbox, status
+from app import clock, db, jobs, kinds, outbox, redis_client, status
 from app.api import create_app
 from tasks import attempt, celery, interrupting, prune_expired, relay_outbox, rescue_stalled, run_job
 from tests.asking import a_checked_kind, all_at_once, another, cancel, deliver_all, nothing_is_wrong, problem
@@ -113,10 +113,10 @@ def test_a_job_that_waits_for_its_next_attempt_ends_at_once(
 
 def test_without_redis_a_job_is_cancelled_all_the_same(api: FlaskClient, world: World) -> None:
     job_id = submit(api, n=5)
-    status._away_until = float("inf")
+    redis_client._away_until = float("inf")
     assert cancel(api, job_id).json["status"] == "failed"
     assert api.get(f"/jobs/{job_id}").json["error"] == CANCELLED
-    status._away_until = 0.0
+    redis_client._away_until = 0.0
 
 
 def test_the_note_of_a_cancelled_history_stays(api: FlaskClient, world: World) -> None:

@@ -18,7 +18,7 @@ import pytest
 import requests
 from flask.testing import FlaskClient
 
-from app import clock, db, jobs, states, status
+from app import clock, db, jobs, redis_client, states, status
 from app.api import polling
 from app.jobs import Job
 from tasks import deliver_webhook, prune_expired, run_job
@@ -36,10 +36,10 @@ def away(world: World) -> Iterator[Callable[[], None]]:
     """Takes Redis away."""
     def take() -> None:
         world.set(REDIS_URL="redis://127.0.0.1:1/0")
-        status._client.cache_clear()
+        redis_client._client.cache_clear()
 
     yield take
-    status._client.cache_clear()
+    redis_client._client.cache_clear()
 
 
 def claim(job_id: str) -> Job:
@@ -395,7 +395,7 @@ def api_error_makes_room(application: Any, semaphore: Any) -> bool:
     def expire() -> None:
         with db.transaction() as tx:
             jobs.succeed(tx, held, "null", clock.now(), timedelta(seconds=-1))
-        status.client().delete(status.key(job_id))
+        redis_client.client().delete(status.key(job_id))
 
     with meanwhile(expire):
         assert wait_for(client, job_id)[0].status_code == 410

@@ -12,7 +12,7 @@ import pytest
 from flask.testing import FlaskClient
 from sqlalchemy.exc import OperationalError
 
-from app import clock, db, deliveries, states, status, turns
+from app import clock, db, deliveries, redis_client, states, turns
 from tasks import deliver_webhook, rescue_stalled, run_job, threads
 from tasks.egress import Answer
 from tests import receiver as receivers
@@ -40,12 +40,12 @@ def test_a_callback_never_comes_before_the_state_can_be_read(
 ) -> None:
     """The worker's write to the view was lost, and what it showed before still stands."""
     job_id = submit(api, n=5, callback_url=receiver.url)
-    status._away_until = float("inf")
+    redis_client._away_until = float("inf")
     run_job.run_once(job_id)
     (delivery_id,) = world.sql("SELECT id FROM deliveries")[0]
     assert deliver_webhook.run_once(delivery_id) is None  # Redis is still away: it steps back, no attempt is used
     assert world.sql("SELECT state, attempts FROM deliveries") == [("pending", 0)]
-    status._away_until = 0.0
+    redis_client._away_until = 0.0
     assert api.get(f"/jobs/{job_id}").json["status"] == "queued"  # stale, for seconds
     read: list[str] = []
 
@@ -62,10 +62,10 @@ def test_without_redis_a_callback_waits_until_stale_states_are_forgotten(
     api: FlaskClient, world: World, receiver: Receiver,
 ) -> None:
     delivery_id = finish(api, receiver.url)
-    status._away_until = float("inf")
+    redis_client._away_until = float("inf")
     assert deliver_webhook.run_once(delivery_id) is None
     assert deliver_webhook.run_once(delivery_id, now=lambda: later(11)).state == "delivered"
-    status._away_until = 0.0
+    redis_client._away_until = 0.0
 
 
 def test_a_failed_job_is_told_too(api: FlaskClient, world: World, receiver: Receiver) -> None:

@@ -15,7 +15,7 @@ from pysqlite3 import dbapi2
 from redis.exceptions import ConnectionError as RedisAway
 from sqlalchemy import text
 
-from app import clock, db, doctor, invariants, jobs, presence, status
+from app import clock, db, doctor, invariants, jobs, presence, redis_client, status
 from tasks import run_job
 from tests import patients
 from tests.conftest import World
@@ -302,13 +302,13 @@ def test_many_hashes_are_looked_at_batch_after_batch(api: FlaskClient, world: Wo
 def redis_away(world: World) -> Iterator[None]:
     url = status.config.redis_url()
     world.set(REDIS_URL="redis://127.0.0.1:1/0")
-    status._client.cache_clear()
+    redis_client._client.cache_clear()
     try:
         yield
     finally:
         world.set(REDIS_URL=url)
-        status._client.cache_clear()
-        status._away_until = 0.0
+        redis_client._client.cache_clear()
+        redis_client._away_until = 0.0
 
 
 def test_a_redis_that_is_away_is_a_finding(api: FlaskClient, world: World) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from flask.testing import FlaskClient
 
-from app import clock, db, deliveries, joining, outbox, status, turns
+from app import clock, db, deliveries, joining, outbox, redis_client, turns
 from tasks import deliver_webhook, going_on, rescue_stalled
 from tasks.egress import Answer
 from tests import crashing
@@ -155,10 +155,10 @@ def test_who_could_not_be_shown_is_not_sent_and_uses_no_attempt(api: FlaskClient
     ids = some(api, WELL, 2)
 
     def lose_redis() -> None:
-        status._away_until = float("inf")
+        redis_client._away_until = float("inf")
 
     made = deliver_webhook.run(ids[0], post=answers(204, then=lose_redis))
-    status._away_until = 0.0
+    redis_client._away_until = 0.0
     assert [delivery.id for delivery in made] == [ids[0]]
     assert state_of(world)[ids[1]] == ("pending", 0) and world.count("delivery_attempts") == 1
     assert told(world) == [] and told(world, later(3)) == [ids[1]]

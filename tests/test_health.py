@@ -5,7 +5,7 @@ from typing import Any
 
 from flask.testing import FlaskClient
 
-from app import clock, presence, status
+from app import clock, presence, redis_client
 from tests.conftest import World, one_database
 from tests.running import a_kind, later, relay, submit
 
@@ -77,13 +77,13 @@ def test_rows_that_nobody_publishes_are_noticed(api: FlaskClient, world: World) 
 @one_database
 def test_redis_away_is_told_without_an_error(api: FlaskClient, world: World, monkeypatch: Any) -> None:
     world.set(REDIS_URL="redis://127.0.0.1:1/0")
-    status._client.cache_clear()
+    redis_client._client.cache_clear()
     try:
         code, parts = ready(api)
         assert code == 503
         assert {name for name, ok in parts.items() if not ok} == {"redis", "broker", "workers", "courier", "beat"}
     finally:
-        status._client.cache_clear()
+        redis_client._client.cache_clear()
 
 
 def test_a_sign_of_life_has_an_end(world: World) -> None:

@@ -63,15 +63,15 @@ def test_a_lost_answer_to_a_commit_costs_the_next_one_nothing(
 def test_what_was_claimed_and_never_ran_is_given_back(
     api: FlaskClient, world: World, acting: Any, monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    ids, write_all = acting("well", "well", "well"), status.write_all
+    ids, write = acting("well", "well", "well"), status.write_in_passing
     messages()
 
-    def interrupted(written: Any, *more: Any, **named: Any) -> Any:
+    def interrupted(*written: Job) -> None:
         if len(written) == 2:
             raise SoftTimeLimitExceeded
-        return write_all(written, *more, **named)
+        write(*written)
 
-    monkeypatch.setattr(status, "write_all", interrupted)
+    monkeypatch.setattr(status, "write_in_passing", interrupted)
     with pytest.raises(Exception, match="SoftTimeLimitExceeded"):
         run_in_turn.run_in_turn(ids)
     assert world.sql("SELECT status, attempt < max_attempts FROM jobs WHERE id = :id", id=ids[1]) == [("queued", True)]

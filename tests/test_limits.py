@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from flask.testing import FlaskClient
 
-from app import clock, config, outlook, status
+from app import clock, config, outlook, redis_client
 from app.api import create_app, rates
 from app.errors import WrongSetting
 from tasks import run_job
@@ -126,7 +126,7 @@ def silent() -> Iterator[str]:
         server.bind(("127.0.0.1", 0))
         server.listen(100)
         yield f"redis://127.0.0.1:{server.getsockname()[1]}/0"
-    status._client.cache_clear()
+    redis_client._client.cache_clear()
 
 
 @one_database
@@ -135,17 +135,17 @@ def test_without_redis_nobody_is_refused_and_nobody_waits_for_long(
     world: World, silent: str, monkeypatch: pytest.MonkeyPatch, how: str,
 ) -> None:
     asking = client(world, RATE_LIMIT="1/hour", REDIS_URL=silent if how == "silent" else "redis://127.0.0.1:1/0")
-    status._client.cache_clear()
+    redis_client._client.cache_clear()
     asked, limiter = [], rates._limiter
     monkeypatch.setattr(rates, "_limiter", lambda pool: asked.append(pool) or limiter(pool))
-    monkeypatch.setattr(status, "_PAUSE_SECONDS", 3600.0)
+    monkeypatch.setattr(redis_client, "_PAUSE_SECONDS", 3600.0)
     began = time.monotonic()
     for _ in range(5):
         assert asking.get("/jobs").status_code == 200
         assert asking.post("/jobs", json={"n": 5}).status_code == 202
     assert len(asked) == 1  # then Redis is left alone
     if how == "silent":
-        assert time.monotonic() - began >= status._ANSWER_SECONDS  # that one did ask
+        assert time.monotonic() - began >= redis_client._ANSWER_SECONDS  # that one did ask
 
 
 @one_database

@@ -15,7 +15,7 @@ from flask.testing import FlaskClient
 from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse
 
-from app import clock, db, gauges, metrics, ports, presence, status
+from app import clock, db, gauges, metrics, ports, presence, redis_client
 from tasks import deliver_webhook, rescue_stalled, run_job
 from tests import receiver as receivers
 from tests.conftest import World, one_database
@@ -244,14 +244,14 @@ def test_a_scrape_without_the_database_tells_what_is_known(api: FlaskClient, wor
 @one_database
 def test_a_scrape_without_redis_tells_what_is_known(api: FlaskClient, world: World) -> None:
     world.set(REDIS_URL="redis://127.0.0.1:1/0")
-    status._client.cache_clear()
+    redis_client._client.cache_clear()
     try:
         submit(api, n=5)
         seen = scraped(api)
         assert counted(seen, "unfinished_jobs", "reachable", "relay_last_run_seconds") == {
             ("uketsuke_unfinished_jobs", ("primes", "queued")): 1, ("uketsuke_reachable", ("database",)): 1}
     finally:
-        status._client.cache_clear()
+        redis_client._client.cache_clear()
 
 
 @one_database

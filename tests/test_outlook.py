@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import contextlib
 import heapq
+import math
 import random
 import re
 from collections import deque
@@ -15,7 +16,9 @@ import pytest
 from flask.testing import FlaskClient
 from sqlalchemy import insert
 
-from app import clock, db, forecast, ids, jobs, kinds, outlook, presence, schema, states, status, submissions
+from app import (
+    clock, db, forecast, ids, jobs, kinds, outlook, presence, redis_client, schema, states, status, submissions,
+)
 from app.jobs import Job
 from tasks import run_job
 from tests import statements
@@ -342,7 +345,7 @@ def test_polling_looks_once_a_second_and_no_more(
     with statements.made_here() as made:
         for step in range(40):
             now[0] = 1000 + step / 10
-            status._away_until = status._distrusted_until = 0.0
+            redis_client._away_until, redis_client._trouble_at = 0.0, -math.inf
             assert api.get(f"/jobs/{job_id}").status_code == 200
     looks = [statement for statement, _ in made if "ORDER BY jobs.created_at" in statement]
     assert len(looks) == 4  # one queue, four seconds
@@ -377,8 +380,8 @@ def test_redis_that_is_away_is_not_asked_for_an_outlook(
     known(world, "primes", *[7] * 20)
     job_id = submit(api, n=5)
     presence.give_sign_of_life("worker", "w1", [QUEUE], 2)
-    monkeypatch.setattr(status, "_away_until", float("inf"))
-    monkeypatch.setattr(status, "client", None)  # whoever used it would fail
+    monkeypatch.setattr(redis_client, "_away_until", float("inf"))
+    monkeypatch.setattr(redis_client, "client", None)  # whoever used it would fail
     monkeypatch.setattr(presence, "client", None)
     outlook.forget()
     assert told(api.get(f"/jobs/{job_id}")) == 7

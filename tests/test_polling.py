@@ -8,7 +8,7 @@ import pytest
 from flask.testing import FlaskClient
 from werkzeug.test import EnvironBuilder
 
-from app import clock, db, jobs, kinds, status
+from app import clock, db, jobs, kinds, redis_client, status
 from tasks import prune_expired, run_job
 from tests.conftest import World, one_database
 from tests.running import a_kind, later, submit
@@ -48,7 +48,7 @@ def test_four_statuses(api: FlaskClient, world: World, redis: str) -> None:
 
     if redis == "away":
         world.set(REDIS_URL="redis://127.0.0.1:1/0")
-        status._client.cache_clear()
+        redis_client._client.cache_clear()
     try:
         with a_kind(fail) as kind:
             failing, succeeding = submit(api, kind), submit(api, n=5)
@@ -58,7 +58,7 @@ def test_four_statuses(api: FlaskClient, world: World, redis: str) -> None:
         check(poll(failing), "failed")
         check(poll(succeeding), "succeeded")
     finally:
-        status._client.cache_clear()
+        redis_client._client.cache_clear()
 
 
 def test_moments_are_utc_with_milliseconds(api: FlaskClient) -> None:
@@ -178,9 +178,9 @@ def test_a_late_write_never_covers_a_later_state(api: FlaskClient, world: World)
 def test_a_stale_hash_of_an_unfinished_job_heals(api: FlaskClient, world: World) -> None:
     """Redis missed the end of a job: what it still shows ends within seconds, and SQL answers."""
     job_id = submit(api, n=5)
-    status._away_until = float("inf")
+    redis_client._away_until = float("inf")
     run_job.run_once(job_id)
-    status._away_until = 0.0
+    redis_client._away_until = 0.0
     assert 0 < world.redis.pttl(f"job:{job_id}") <= 10_000
     world.redis.delete(f"job:{job_id}")  # as its time to live does
     assert api.get(f"/jobs/{job_id}").json["status"] == "succeeded"

@@ -13,7 +13,7 @@ import pytest
 from flask.testing import FlaskClient
 from psycopg import sql
 
-from app import clock, db, jobs, outlook, schema, status
+from app import clock, db, jobs, outlook, redis_client, schema
 from tasks import deliver_webhook, prune_expired, rescue_stalled, run_job
 from tasks.egress import Answer
 from tests import crowd, statements
@@ -125,7 +125,7 @@ def read(api: FlaskClient, job_id: str, note_id: int) -> None:
         for kind in ("", "&kind=primes"):
             for cursor in ("", f"&cursor={job_id}"):
                 api.get(f"/jobs?limit=20{status_}{kind}{cursor}")
-    status._away_until = 0.0
+    redis_client._away_until = 0.0
 
 
 # --- the plans ---

@@ -1,6 +1,7 @@
 """Who reads the view at the same time, in one process, shares a round trip to Redis, and nothing else."""
 from __future__ import annotations
 
+import math
 import os
 import socket
 import threading
@@ -13,7 +14,7 @@ from flask.testing import FlaskClient
 from redis.connection import AbstractConnection
 from redis.exceptions import ConnectionError as ConnectionAway
 
-from app import status
+from app import redis_client, status
 from app.status import View
 from tasks import run_job
 from tests.conftest import World, one_database
@@ -84,7 +85,7 @@ def test_what_one_key_holds_the_others_do_not_suffer(api: FlaskClient, readers: 
     world.redis.hset(cut, "document", "{")
     assert ids(readers.read(*made)) == [made[0], None, None, None, None, made[5]]
     assert len(readers.asked) == 2
-    assert not status.away()
+    assert not redis_client.away()
 
 
 def test_an_answer_from_before_somebody_came_is_not_theirs(api: FlaskClient, readers: Readers) -> None:
@@ -100,14 +101,14 @@ def test_a_redis_that_does_not_answer_is_waited_for_once(
     made, there = [submit(api, n=5) for _ in range(4)], os.environ["REDIS_URL"]
     with socket.create_server(("127.0.0.1", 0)) as silent:
         world.set(REDIS_URL=f"redis://127.0.0.1:{silent.getsockname()[1]}/0")
-        status._client.cache_clear()
+        redis_client._client.cache_clear()
         try:
             assert ids(readers.read(*made)) == [None] * 4
         finally:
             world.set(REDIS_URL=there)
-            status._client.cache_clear()
-    assert readers.asked == [made[:1]] and status.away()
-    status._away_until = status._distrusted_until = 0.0
+            redis_client._client.cache_clear()
+    assert readers.asked == [made[:1]] and redis_client.away()
+    redis_client._away_until, redis_client._trouble_at = 0.0, -math.inf
     assert status.read(made[3]) is not None
 
 
@@ -120,7 +121,7 @@ def test_a_connection_that_was_closed_is_made_anew_for_all(api: FlaskClient, rea
         return look(line, job_ids)
 
     look, readers.answer = readers.answer, closed
-    assert ids(readers.read(*made, connected=lambda: status._ask(("PING",)))) == made
+    assert ids(readers.read(*made, connected=lambda: redis_client.ask(("PING",)))) == made
     assert [sorted(asked) for asked in readers.asked] == [made[:1], made[1:], made[1:]]
 
 
@@ -139,5 +140,5 @@ def test_nobody_waits_for_a_reader_that_was_torn_away(
     told = [each.exception() for each in others]
     assert told.count(None) == (3 if isinstance(error, ConnectionAway) else 2)
     assert all(each.result() is None for each in others if each.exception() is None)
-    status._away_until = status._distrusted_until = 0.0
+    redis_client._away_until, redis_client._trouble_at = 0.0, -math.inf
     assert status.read(made[3]) is not None

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from flask.testing import FlaskClient
 
-from app import clock, db, deliveries, jobs, outbox, retention, schema, status
+from app import clock, db, deliveries, jobs, outbox, redis_client, retention, schema, status
 from app.api import create_app
 from tasks import deliver_webhook, prune_expired, rescue_stalled, run_job
 from tasks.egress import Answer
@@ -137,9 +137,9 @@ def test_the_end_of_a_cancelled_job_is_told_again(api: FlaskClient, world: World
 
 def test_without_redis_a_round_is_taken_all_the_same(api: FlaskClient, world: World, receiver: Receiver) -> None:
     job_id = end(api, receiver)
-    status._away_until = float("inf")
+    redis_client._away_until = float("inf")
     assert redeliver(api, job_id).status_code == 202 and callback(api, job_id)["status"] == "pending"
-    status._away_until = 0.0
+    redis_client._away_until = 0.0
     deliver_all()
     assert len(receiver.hooks) == 2
 

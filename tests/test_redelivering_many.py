@@ -16,7 +16,7 @@ import pytest
 from flask.testing import FlaskClient
 from sqlalchemy import select
 
-from app import clock, db, deliveries, interventions, jobs, redeliver, rounds, schema, status, turns
+from app import clock, db, deliveries, interventions, jobs, redeliver, redis_client, rounds, schema, status, turns
 from app.rounds import Range
 from tasks import prune_expired, run_job
 from tests import receiver as receivers
@@ -458,7 +458,7 @@ def test_a_database_that_goes_away_in_the_middle_is_one_line(
 @one_database
 def test_without_redis_it_works_all_the_same(api: FlaskClient, world: World, receiver: Receiver, command: Any) -> None:
     ids = end(api, receiver, 400, 400)
-    status._away_until = float("inf")
+    redis_client._away_until = float("inf")
     assert command("--since 1h --yes")[0] == 0 and pending(world) == sorted(ids)
 
 

@@ -70,15 +70,15 @@ def test_the_broker_is_unknown_to_the_api() -> None:
 
 
 def test_a_submission_is_accepted_while_redis_is_away(api: FlaskClient, world: World) -> None:
-    from app import status
+    from app import redis_client
 
     world.set(REDIS_URL="redis://127.0.0.1:1/0")
-    status._client.cache_clear()
+    redis_client._client.cache_clear()
     try:
         job_id = api.post("/jobs", json={"n": 5}).json["job_id"]
         assert api.get(f"/jobs/{job_id}").json["status"] == "queued"
     finally:
-        status._client.cache_clear()
+        redis_client._client.cache_clear()
     assert world.count("outbox", "state = 'waiting'") == 1
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from flask.testing import FlaskClient
 
-from app import clock, db, deliveries, jobs, states, status
+from app import clock, db, deliveries, jobs, redis_client, states, status
 from app.jobs import Job
 from tasks import run_job
 from tests.conftest import World, one_database
@@ -277,12 +277,12 @@ def test_an_end_that_was_read_while_redis_was_away_is_not_taken_back(api: FlaskC
     job_id = submit(api, n=5)
     shown, there = world.redis.hgetall(f"job:{job_id}"), os.environ["REDIS_URL"]
     world.set(REDIS_URL="redis://127.0.0.1:1/0")
-    status._client.cache_clear()
+    redis_client._client.cache_clear()
     run_job.run_once(job_id)
     assert api.get(f"/jobs/{job_id}").json["status"] == "succeeded"
     world.set(REDIS_URL=there)
-    status._client.cache_clear()
-    status._away_until = 0.0
+    redis_client._client.cache_clear()
+    redis_client._away_until = 0.0
     assert world.redis.hgetall(f"job:{job_id}") == shown and shown["status"] == "queued"
     assert api.get(f"/jobs/{job_id}").json["status"] == "succeeded"
 

@@ -26,6 +26,10 @@ class _Headers(Headers):
     def add(self, key: str, value: str, /, **_: Any) -> None:
         self._list.append((key, value))
 
+    def __contains__(self, key: object) -> bool:  # werkzeug's raises an exception for what is not there
+        wanted = str(key).lower()
+        return wanted in [name.lower() for name, _ in self._list]
+
 
 class Answer(Response):
     """JSON text, with headers of whole texts that no client has written."""
@@ -40,7 +44,7 @@ class Answer(Response):
         if self.status_code not in (200, 202) or environ["REQUEST_METHOD"] == "HEAD":
             return super().__call__(environ, start_response)
         start_response(self.status, self.headers.to_wsgi_list())
-        return [self.get_data()]
+        return self.response  # type: ignore[return-value]
 
 
 def address(path: str) -> str:

@@ -108,7 +108,7 @@ def _begin_request() -> None:
     about = app_ctx.g  # each look through a proxy takes as long as a lookup in three dictionaries
     about.request_id, about.began = name, time.perf_counter()
     logs.concern(request_id=name)
-    door.refuse_ambiguous()
+    door.refuse_ambiguous(request_ctx.request.environ)
     tokens.require()
     rates.require()
 

@@ -31,10 +31,9 @@ _BARE_KEY = re.compile(r"[\x20-\x7e]{1,255}")
 _QUOTED_KEY = re.compile(r'"((?:[\x20\x21\x23-\x5b\x5d-\x7e]|\\["\\])*)"')  # RFC 9651 3.3.3
 
 
-def refuse_ambiguous() -> None:
+def refuse_ambiguous(environ: dict[str, Any]) -> None:
     """Before each request: what two readers could understand in two ways is refused (RFC 9112 3.2, 6.1). Raises Problem
     `bad-request`."""
-    environ = request.environ
     if environ.get("HTTP_TRANSFER_ENCODING", "chunked").strip().lower() != "chunked":
         raise Problem("bad-request", "Transfer-Encoding may be chunked, once, and nothing else", headers=_CLOSE)
     host = environ.get("HTTP_HOST", "")

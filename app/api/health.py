@@ -12,7 +12,7 @@ from flask import Blueprint, Response
 from redis.exceptions import RedisError
 from sqlalchemy.exc import SQLAlchemyError
 
-from app import clock, config, db, jobs, outbox, presence, status, turns
+from app import clock, config, db, jobs, outbox, presence, redis_client, turns
 from app.config import settings
 
 blueprint = Blueprint("health", __name__)
@@ -53,7 +53,7 @@ def _database() -> Finding:
 
 
 def _redis() -> Finding:
-    info = status.client().info("server")
+    info = redis_client.client().info("server")
     return True, f"{info.get('server_name', 'redis')} {info.get('valkey_version') or info.get('redis_version')}"
 
 

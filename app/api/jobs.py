@@ -5,7 +5,7 @@ import json
 import logging
 from typing import Any
 
-from flask import Blueprint, Response
+from flask import Blueprint, Response, request
 from pydantic import ValidationError
 
 from app import (
@@ -70,14 +70,14 @@ def index() -> Response:
 @blueprint.get("/jobs/<job_id>")
 def poll(job_id: str) -> Response:
     """The job as it is, or as it is after its next change (Prefer: wait)."""
-    shown = polling.find(job_id)
-    seconds = polling.preferred_wait()
+    shown, environ = polling.find(job_id), request.environ
+    seconds = polling.preferred_wait(environ)
     if seconds is None:
-        return polling.answer(shown)
+        return polling.answer(shown, environ)
     with polling.a_waiter() as granted:
         if granted:
             shown = polling.after_change(job_id, shown, seconds)
-    answer = polling.answer(shown)
+    answer = polling.answer(shown, environ)
     if granted and not shutdown.wait(0):
         answer.headers["Preference-Applied"] = f"wait={seconds}"
     return answer

@@ -7,8 +7,9 @@ import hashlib
 import re
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from datetime import datetime
+from typing import Any
 
 from flask import Response, current_app, request
 from werkzeug.http import http_date
@@ -43,7 +44,7 @@ def _from_sql(job_id: str) -> View:
     return status.view(job, delivery)
 
 
-def answer(shown: View) -> Response:
+def answer(shown: View, environ: Mapping[str, Any]) -> Response:
     """200 with the job, or 304 to whoever has this state already (RFC 9110 13.1.2)."""
     body = shown.body + "\n"
     etag = hashlib.blake2b(body.encode(), digest_size=16).hexdigest()
@@ -56,7 +57,7 @@ def answer(shown: View) -> Response:
         headers.append(("Sunset", http_date(_moment(shown.expires_at))))  # RFC 8594
     headers.append(("Vary", "Prefer"))
     code = 200
-    if "HTTP_IF_NONE_MATCH" in request.environ:
+    if "HTTP_IF_NONE_MATCH" in environ:
         headers.append(("Cache-Control", "private, no-cache"))
         if request.if_none_match.contains_weak(etag):  # the only condition: werkzeug's 412 would be no problem+json
             code = 304
@@ -70,10 +71,10 @@ def _moment(text: str) -> datetime:
 # --- waiting ---
 
 
-def preferred_wait() -> int | None:
+def preferred_wait(environ: Mapping[str, Any]) -> int | None:
     """How many seconds the client would wait for a change (RFC 7240 4.3), MAX_WAIT_SECONDS at most; None when it has no
     such preference, or none that can be read."""
-    for preference in request.environ.get("HTTP_PREFER", "").split(","):
+    for preference in environ.get("HTTP_PREFER", "").split(","):
         if found := _WAIT.fullmatch(preference):
             return min(int(found[1]), MAX_WAIT_SECONDS)
     return None

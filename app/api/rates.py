@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from flask import g, request
 from redis import ConnectionPool
 
-from app import config, status
+from app import config, redis_client
 from app.api.problems import Problem
 from app.api.tokens import is_open
 
@@ -38,10 +38,10 @@ def _limits(text: str) -> list[RateLimitItem]:
 def require() -> None:
     """Before each request, after its owner is known. Raises the problem `rate-limited`, with when to come back."""
     limits = config.settings().rate_limit
-    if limits is None or is_open() or request.endpoint == _SCRAPE or status.away():
+    if limits is None or is_open() or request.endpoint == _SCRAPE or redis_client.away():
         return
-    with status.best_effort("rate limit"):
-        limiter = _limiter(status.client().connection_pool)
+    with redis_client.best_effort("rate limit"):
+        limiter = _limiter(redis_client.client().connection_pool)
         for limit in _limits(limits):
             if not limiter.hit(limit, g.owner):
                 again_at = limiter.get_window_stats(limit, g.owner).reset_time

@@ -1,0 +1,157 @@
+"""This process's connections to Redis: bounded, impatient, and left alone for a while after an error."""
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import math
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import redis
+from redis.backoff import NoBackoff
+from redis.connection import AbstractConnection
+from redis.exceptions import ConnectionError as ConnectionAway
+from redis.exceptions import RedisError, ResponseError
+from redis.exceptions import TimeoutError as TimeoutAway
+from redis.retry import Retry
+
+from app import config
+
+log = logging.getLogger("uketsuke.redis")
+
+TROUBLE = (RedisError, OSError, ValueError)  # what Redis cannot do, or holds that cannot be read
+_ANSWER_SECONDS = 0.5  # how long a request may wait for Redis
+_PAUSE_SECONDS = 1.0  # after an error Redis is left alone for so long, so that a dead one costs one wait, not each
+
+_away_until = 0.0
+_trouble_at = -math.inf  # `time.monotonic`, of the last time that Redis was away
+
+
+@functools.lru_cache(maxsize=2)
+def _client(pid: int) -> redis.Redis:
+    return redis.Redis.from_url(
+        config.redis_url(), decode_responses=True, socket_timeout=_ANSWER_SECONDS,
+        socket_connect_timeout=_ANSWER_SECONDS, retry=Retry(NoBackoff(), 0), max_connections=64)
+
+
+def client() -> redis.Redis:
+    """This process's client: bounded, impatient, asking once."""
+    return _client(os.getpid())
+
+
+@functools.lru_cache(maxsize=2)
+def _waiting_client(pid: int) -> redis.Redis:
+    longest = config.settings().relay_interval_seconds + _ANSWER_SECONDS  # a half-open connection must not hold it
+    return redis.Redis.from_url(
+        config.redis_url(), decode_responses=True, socket_timeout=longest, socket_connect_timeout=_ANSWER_SECONDS,
+        socket_keepalive=True, retry=Retry(NoBackoff(), 0), max_connections=64)
+
+
+def waiting_client() -> redis.Redis:
+    """As `client`, for commands that wait for up to an interval of the relay."""
+    return _waiting_client(os.getpid())
+
+
+# --- a thread's own line ---
+
+
+class _Line(threading.local):
+    """This thread's own connection: taking one from a pool costs as much as the question."""
+
+    of: redis.Redis | None = None
+    connection: AbstractConnection | None = None
+    unread = 0  # answers that nobody has waited for
+
+
+_line = _Line()
+
+
+def ask(*commands: tuple[Any, ...]) -> list[Any]:
+    """The answers to these commands, in one round trip. They may be repeated."""
+    return on_own_line(lambda line: exchange(
+        line, line.pack_commands(commands), lambda: [line.read_response() for _ in commands]))
+
+
+def tell(*commands: tuple[Any, ...]) -> None:
+    """Sends these commands, and leaves their answers to the next question of this thread, which is to follow soon. What
+    that asks is done after them."""
+    on_own_line(lambda line: _send(line, line.pack_commands(commands), len(commands)))
+
+
+def _send(line: AbstractConnection, packed: list[bytes], answers: int) -> list[Any]:
+    def none() -> list[Any]:
+        _line.unread += answers
+        return []
+
+    return exchange(line, packed, none)
+
+
+def on_own_line(ask: Callable[[AbstractConnection], list[Any]]) -> list[Any]:
+    """Asks on this thread's connection; once more on a new one, since a kept one may have been closed: that says
+    nothing about the server."""
+    kept = _line.connection if _line.of is client() else None
+    if kept is not None:
+        try:
+            return ask(kept)
+        except ConnectionAway:
+            pass
+    pool = client().connection_pool
+    _line.of, _line.connection, _line.unread = client(), pool.connection_class(**pool.connection_kwargs), 0
+    return ask(_line.connection)
+
+
+def exchange(line: AbstractConnection, packed: Sequence[bytes], read: Callable[[], list[Any]]) -> list[Any]:
+    """Sends this, and reads what `read` does."""
+    try:
+        _read_on(line)
+        line.send_packed_command(packed)
+        return read()
+    except BaseException:
+        _line.unread = 0
+        line.disconnect()  # answers that nobody has read would be taken for the next ones
+        raise
+
+
+def _read_on(line: AbstractConnection) -> None:
+    while _line.unread:
+        _line.unread -= 1
+        try:
+            line.read_response()
+        except ResponseError as error:
+            note(error, "tell")
+
+
+# --- trouble ---
+
+
+@contextlib.contextmanager
+def best_effort(doing: str, **about: str) -> Iterator[None]:
+    """Logs and swallows TROUBLE. The line has these fields too."""
+    try:
+        yield
+    except TROUBLE as error:
+        note(error, doing, **about)
+
+
+def note(error: Exception, doing: str, **about: str) -> None:
+    """Logs that Redis did not do it; one that is away is left alone for a moment."""
+    global _away_until, _trouble_at
+    if isinstance(error, ConnectionAway | TimeoutAway | OSError):
+        _trouble_at = time.monotonic()
+        _away_until = _trouble_at + _PAUSE_SECONDS
+    # Not its message: a refusal repeats the command, which may hold a result.
+    log.warning("Redis did not do it", extra={"doing": doing, "error": type(error).__name__, **about})
+
+
+def away() -> bool:
+    """Whether Redis failed a moment ago and is left alone for now."""
+    return time.monotonic() < _away_until
+
+
+def seconds_since_trouble() -> float:
+    """How long ago Redis was away."""
+    return time.monotonic() - _trouble_at
