@@ -31,6 +31,7 @@ class Verdict:
     value: float  # the ratio, or the figure itself
     reached: bool
     noise: bool
+    runs: int  # of the one that has fewer
 
 
 def spread(values: list[float]) -> float:
@@ -40,8 +41,13 @@ def spread(values: list[float]) -> float:
 
 
 def is_noise(values: list[float]) -> bool:
-    """Whether the runs disagree too much to say more than an order of magnitude."""
+    """Whether the runs disagree too much to say more than an order of magnitude. A single one cannot tell."""
     return spread(values) > NOISE
+
+
+def few(number: int, repeats: int) -> str:
+    """How many runs a figure has, when that must be said: one cannot disagree, and two agree more easily than three."""
+    return "once" if number == 1 else f"{number} runs" if number < repeats else ""
 
 
 def judge(target: Target, runs: Runs) -> Verdict | None:
@@ -54,4 +60,5 @@ def judge(target: Target, runs: Runs) -> Verdict | None:
     value = mine / theirs if theirs else mine
     reached = (target.at_least is None or value >= target.at_least) and (
         target.at_most is None or value <= target.at_most)
-    return Verdict(target, mine, theirs, value, reached, is_noise(ours) or bool(peer and is_noise(peer)))
+    noise = is_noise(ours) or bool(peer and is_noise(peer))
+    return Verdict(target, mine, theirs, value, reached, noise, min(len(ours), len(peer or ours)))

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import figures
+from bench.figures import few
 
 PAGE = Path(__file__).parent.parent / "docs" / "performance.md"
 _TARGETS, _FIGURES, _LOSSES = "targets", "figures", "losses"
@@ -44,16 +45,17 @@ def targets(results: dict[str, Any]) -> str:
     """What had to be reached, and what was."""
     rows = [_row("what", "figure", "ours", "", "against", "", "ratio", "must be", ""), _row(*["---"] * 9)]
     for measure in results["measures"].values():
-        rows += [_verdict(verdict) for verdict in measure.get("verdicts", ())]
+        rows += [_verdict(verdict, measure.get("repeats", 0)) for verdict in measure.get("verdicts", ())]
     return "\n".join(rows)
 
 
-def _verdict(verdict: dict[str, Any]) -> str:
+def _verdict(verdict: dict[str, Any], repeats: int) -> str:
     target, figure = verdict["target"], verdict["target"]["figure"]
     absolute = target["peer"] is None
     bound = f">= {_bound(target['at_least'], figure, absolute)}" if target["at_least"] is not None else (
         f"<= {_bound(target['at_most'], figure, absolute)}")
-    said = ("reached" if verdict["reached"] else "**missed**") + (", noise" if verdict["noise"] else "")
+    how = (few(verdict.get("runs", repeats), repeats), "noise" * verdict["noise"])
+    said = ", ".join(["reached" if verdict["reached"] else "**missed**", *filter(None, how)])
     return _row(
         target["what"], words(figure), target["ours"], number(figure, verdict["ours"]), target["peer"] or "",
         "" if absolute else number(figure, verdict["peer"]), "" if absolute else f"{verdict['value']:.2f}", bound, said)
@@ -69,16 +71,18 @@ def all_figures(results: dict[str, Any]) -> str:
     for name, measure in results["measures"].items():
         if "runs" in measure:
             what = " ".join(measure["what"].split())
-            parts.append(f"### {name.replace('_', ' ').capitalize()}\n\n{what}\n\n{_medians(measure['runs'])}")
+            parts.append(f"### {name.replace('_', ' ').capitalize()}\n\n{what}\n\n{_medians(measure)}")
     return "\n\n".join(parts)
 
 
-def _medians(runs: figures.Runs) -> str:
+def _medians(measure: dict[str, Any]) -> str:
+    runs: figures.Runs = measure["runs"]
     named = list(dict.fromkeys(figure for found in runs.values() for figure in found))
     rows = [_row("", *map(words, named)), _row(*["---"] * (len(named) + 1))]
     for contender, found in runs.items():
-        once = all(len(values) == 1 for values in found.values())
-        rows.append(_row(contender + (" (once)" if once else ""), *(_cell(name, found.get(name)) for name in named)))
+        how_many = few(min(map(len, found.values())), measure.get("repeats", 0))
+        told = f"{contender} ({how_many})" if how_many else contender
+        rows.append(_row(told, *(_cell(name, found.get(name)) for name in named)))
     return "\n".join(rows)
 
 

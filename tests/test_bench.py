@@ -2,14 +2,16 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
 from bench import figures, load, report
-from bench.__main__ import BUDGET, measures
+from bench.__main__ import BUDGET, in_time, measure, measures
 from bench.figures import Target
 
 FASTER = Target("submit", "requests_per_second", "ours", "peer", at_least=1.0)
@@ -105,6 +107,59 @@ def test_the_page_has_a_place_for_each_table(name: str) -> None:
     assert report.between(changed, name, "the table") == changed
 
 
-def test_the_measures_share_fifteen_minutes() -> None:
+def test_the_measures_share_fifteen_minutes_and_leave_some_of_them() -> None:
     assert set(BUDGET) == set(measures())
-    assert sum(BUDGET.values()) <= 15 * 60
+    assert sum(BUDGET.values()) <= 14.5 * 60
+
+
+def test_each_measure_has_what_those_before_it_have_left() -> None:
+    ends = in_time(["submit", "growth", "memory", "end_to_end"], 1000.0)
+    assert list(ends) == ["memory", "end_to_end", "submit", "growth"]
+    assert ends["memory"] == 1000 + BUDGET["memory"]
+    assert ends["growth"] == 1000 + sum(BUDGET[name] for name in ends)
+    assert list(in_time(measures(), 0.0)) == list(BUDGET)
+
+
+class Taking:
+    """A measure whose runs take so many seconds of a clock of its own; each finds one more request a second."""
+
+    def __init__(self, repeats: int = 3, once: frozenset[str] = frozenset(), **seconds: float) -> None:
+        self.REPEATS, self.ONCE, self.seconds, self.now = repeats, once, seconds, 0.0
+
+    def contenders(self, where: Any) -> dict[str, Callable[[], dict[str, float]]]:
+        def run(name: str) -> dict[str, float]:
+            self.now += self.seconds[name]
+            return {"requests_per_second": 100.0}
+
+        return {name: lambda name=name: run(name) for name in self.seconds}  # type: ignore[misc]
+
+    def measured(self, until: float) -> dict[str, int]:
+        """How many runs each gets."""
+        with contextlib.ExitStack() as where:
+            runs = measure(self, where, until, lambda: self.now)  # type: ignore[arg-type]
+        return {name: len(found["requests_per_second"]) for name, found in runs.items()}
+
+
+@pytest.mark.parametrize(("until", "runs"), [
+    (60, {"ours": 3, "peer": 3, "seldom": 1}), (59, {"ours": 3, "peer": 2, "seldom": 1}),
+    (43, {"ours": 2, "peer": 2, "seldom": 1}), (40, {"ours": 2, "peer": 1, "seldom": 1}),
+    (12, {"ours": 1, "peer": 1, "seldom": 1}), (0, {"ours": 1, "peer": 1, "seldom": 1}),
+])
+def test_repeats_that_would_not_end_in_time_are_dropped(
+    until: float, runs: dict[str, int], capsys: pytest.CaptureFixture[str],
+) -> None:
+    taking = Taking(once=frozenset({"seldom"}), ours=3, peer=16, seldom=3)
+    assert taking.measured(until) == runs
+    assert ("its time is used up: no run" in capsys.readouterr().out) is (runs["peer"] < 3)
+    assert taking.now <= max(until, 22)  # a first run of each
+
+
+def test_the_tables_say_how_many_runs_a_figure_has() -> None:
+    runs = {name: {"requests_per_second": [100.0] * number} for name, number in (("ours", 3), ("peer", 2), ("one", 1))}
+    results = {"measures": {"submit": {"repeats": 3, "what": "", "runs": runs, "verdicts": [
+        dataclasses.asdict(verdict) for peer in ("ours", "peer", "one") if (verdict := figures.judge(
+            dataclasses.replace(FASTER, peer=peer), runs)) is not None]}}}
+    told = report.all_figures(results)
+    assert "| ours | 100 |" in told and "| peer (2 runs) | 100 |" in told and "| one (once) | 100 |" in told
+    assert [line.split(" | ")[-1] for line in report.targets(results).splitlines()[2:]] == [
+        "reached |", "reached, 2 runs |", "reached, once |"]
