@@ -6,6 +6,7 @@ import platform
 import statistics
 import tempfile
 import time
+from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
 
@@ -24,6 +25,13 @@ def describe() -> dict[str, str]:
         "kernel": f"{platform.system()} {platform.release()}", "python": platform.python_version(),
         "sqlite": dbapi2.sqlite_version, "fsync": f"{fsync_milliseconds():.2f} ms", "libraries": libraries,
     }
+
+
+def told() -> str:
+    """Machine and day, in a sentence before a table."""
+    on, day = describe(), datetime.now(timezone.utc)
+    return (f"Measured {day:%Y-%m-%d} on {on['cores']} cores of {on['processor']}, {on['kernel']}, "
+            f"Python {on['python']}, SQLite {on['sqlite']}; an fsync took {on['fsync']}.")
 
 
 def _processor() -> str:

@@ -91,15 +91,17 @@ def _sizes(stack: Process) -> dict[str, float]:
     found: dict[str, float] = {}
     for process in stack.family():
         with contextlib.suppress(psutil.NoSuchProcess):
-            command = " ".join(process.cmdline())
-            name = next((name for words, name in _NAMES.items() if words in command), None)
-            if name is None:
-                continue
-            parent = process.parent()
-            if parent is not None and parent.cmdline() == process.cmdline():
-                name += " child"
-            found[f"{name} MB"] = max(found.get(f"{name} MB", 0.0), process.memory_info().rss / 1e6)
+            if (name := name_of(process)) is not None:
+                found[f"{name} MB"] = max(found.get(f"{name} MB", 0.0), process.memory_info().rss / 1e6)
     return found
+
+
+def name_of(process: psutil.Process) -> str | None:
+    """Which line of the Procfile it is, or ` child` of which. Raises psutil.NoSuchProcess."""
+    command = process.cmdline()
+    name = next((name for words, name in _NAMES.items() if words in " ".join(command)), None)
+    parent = process.parent()
+    return f"{name} child" if name is not None and parent is not None and parent.cmdline() == command else name
 
 
 def main() -> None:

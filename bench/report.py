@@ -21,13 +21,18 @@ def write(results: dict[str, Any]) -> None:
     PAGE.write_text(page)
 
 
-def between(page: str, name: str, text: str) -> str:
+def put(file: Path, name: str, text: str, of: str = "bench") -> None:
+    """Replaces what is between the two markers of this name in a file. Raises as `between` does."""
+    file.write_text(between(file.read_text(), name, text, of))
+
+
+def between(page: str, name: str, text: str, of: str = "bench") -> str:
     """The page with this text between the two markers of this name. Raises ValueError when they are not there."""
-    begin, end = f"<!-- bench: {name} -->", f"<!-- /bench: {name} -->"
+    begin, end = f"<!-- {of}: {name} -->", f"<!-- /{of}: {name} -->"
     before, _, rest = page.partition(begin)
     _, found, after = rest.partition(end)
     if not found:
-        raise ValueError(f"{PAGE} has no {begin} ... {end}")
+        raise ValueError(f"the page has no {begin} ... {end}")
     return f"{before}{begin}\n{text}\n{end}{after}"
 
 

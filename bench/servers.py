@@ -1,6 +1,6 @@
 """Which WSGI server: this application behind granian, gunicorn (gthread) and waitress, with 2 processes where it can
 have them. `python -m bench.servers` prints a table: polls and submissions over 16 connections, then the polls again
-while 20 clients hold half of a head and 20 hold half of a body open."""
+while 20 clients hold half of a head and 20 hold half of a body open. It goes into docs/performance.md as well."""
 from __future__ import annotations
 
 import contextlib
@@ -8,10 +8,10 @@ import socket
 import statistics
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from bench import load
+from bench import load, machine, report
 from tests import servers
 from tests.processes import Process, Site
 
@@ -33,16 +33,23 @@ _COLUMNS = ("poll", "submit", "poll beside slow clients")
 
 
 def main() -> None:
-    """Prints the table."""
+    """Prints the table, and writes it down."""
     runs: dict[str, list[dict[str, tuple[float, float] | None]]] = {name: [] for name in SERVERS}
     for _ in range(_REPEATS):
         for name, command in SERVERS.items():
             runs[name].append(_measured(command))
             print(name, runs[name][-1], file=sys.stderr, flush=True)
-    print(f"| | {' | '.join(f'{column}, requests/s, p99 ms' for column in _COLUMNS)} |")
-    print("| --- " * (len(_COLUMNS) + 1) + "|")
+    text = f"{machine.told()} Medians of {_REPEATS} runs.\n\n{_table(runs)}"
+    print(text)
+    report.put(report.PAGE, "servers", text)
+
+
+def _table(runs: Mapping[str, list[dict[str, tuple[float, float] | None]]]) -> str:
+    lines = [f"| | {' | '.join(f'{column}, requests/s, p99 ms' for column in _COLUMNS)} |",
+             "| --- " * (len(_COLUMNS) + 1) + "|"]
     for name, each in runs.items():
-        print(f"| {name} | {' | '.join(_cell([run[column] for run in each]) for column in _COLUMNS)} |")
+        lines.append(f"| {name} | {' | '.join(_cell([run[column] for run in each]) for column in _COLUMNS)} |")
+    return "\n".join(lines)
 
 
 def _cell(found: list[tuple[float, float] | None]) -> str:

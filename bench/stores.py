@@ -111,13 +111,17 @@ class Database:
         """All processes of the server at once."""
         if self._connection is not None:
             self._connection.close()
-        kept = (self.server._server.pgdata / "postmaster.pid").read_text()  # what the library remembers is older
-        main = psutil.Process(int(kept.split()[0]))
-        family = [main, *main.children()]
+        family = self.family()
         for process in family:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         psutil.wait_procs(family, timeout=10)
+
+    def family(self) -> list[psutil.Process]:
+        """All processes of the server."""
+        kept = (self.server._server.pgdata / "postmaster.pid").read_text()  # what the library remembers is older
+        main = psutil.Process(int(kept.split()[0]))
+        return [main, *main.children()]
 
     def start_again(self) -> None:
         self.server.restart()

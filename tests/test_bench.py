@@ -6,11 +6,12 @@ import dataclasses
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from bench import figures, load, report
+from bench import figures, load, report, scaling
 from bench.__main__ import BUDGET, in_time, measure, measures
 from bench.figures import Target
 
@@ -99,12 +100,27 @@ def test_a_target_whose_peer_was_not_measured_has_no_verdict() -> None:
     assert figures.judge(FASTER, {"ours": {"requests_per_second": [1.0]}}) is None
 
 
-@pytest.mark.parametrize("name", ["targets", "losses", "figures"])
-def test_the_page_has_a_place_for_each_table(name: str) -> None:
-    page = report.PAGE.read_text()
-    changed = report.between(page, name, "the table")
-    assert f"<!-- bench: {name} -->\nthe table\n<!-- /bench: {name} -->" in changed
-    assert report.between(changed, name, "the table") == changed
+@pytest.mark.parametrize(("page", "of", "name"), [
+    *((report.PAGE, "bench", name) for name in ("targets", "losses", "servers", "figures")),
+    (scaling.PAGE, "scaling", "figures"),
+])
+def test_the_page_has_a_place_for_each_table(page: Path, of: str, name: str, tmp_path: Path) -> None:
+    copy = tmp_path / page.name
+    copy.write_text(page.read_text())
+    for _ in range(2):
+        report.put(copy, name, "the table", of)
+        before, found, after = copy.read_text().partition(f"<!-- {of}: {name} -->\nthe table\n<!-- /{of}: {name} -->")
+        assert found and page.read_text().startswith(before) and page.read_text().endswith(after)
+
+
+def test_a_broker_that_is_not_installed_is_named_in_the_table() -> None:
+    names = ("requests_per_second", "jobs_per_second", "notes_per_second", "p50_ms")
+    rates = dict.fromkeys(names, [100.0, 300.0, 200.0])
+    shares = dict.fromkeys(("submit idle", "jobs idle"), [0.1])
+    told = scaling.rates({(scaling.SQLITE, 2, 2): {**rates, **shares}}).splitlines()
+    assert told[2:] == ["| SQLite, Valkey | 2 | 2 | 200 | 10 % | 200 | 10 % | 200 | 200 |",
+                        "| PostgreSQL, RabbitMQ | rabbitmq-server is not installed | | | | | | | |"]
+    assert len({line.count("|") for line in told}) == 1
 
 
 def test_the_measures_share_fifteen_minutes_and_leave_some_of_them() -> None:
