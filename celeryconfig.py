@@ -9,10 +9,10 @@ broker_connection_max_retries = None  # for ever: a broker that returns is used 
 broker_channel_error_retry = True  # a Redis that is read-only or out of memory is a broker that is away
 broker_transport_options = {"confirm_publish": True} if broker_url.startswith("amqp") else {
     "visibility_timeout": _settings.broker_visibility_timeout_seconds,
-    "socket_timeout": 5,
-    "socket_connect_timeout": 2,
+    "socket_timeout": 5,  # a consumer asks for a second at a time; what takes longer has died silently
+    "socket_connect_timeout": 2,  # then the next try, a second later
     "socket_keepalive": True,
-    "health_check_interval": 10,
+    "health_check_interval": 10,  # a consumer that hangs is free again within twice that, before a lease is over
 }
 
 imports = (
@@ -30,7 +30,7 @@ worker_consumer = "tasks.broker:Reconnecting"
 beat_scheduler = "tasks.broker:Clock"
 worker_concurrency = _settings.worker_concurrency
 worker_prefetch_multiplier = 1  # with late acknowledgement: a short job never waits behind a long one
-worker_max_tasks_per_child = 10_000
+worker_max_tasks_per_child = 10_000  # a kind that leaks 10 kB a job is held to 100 MB; a fork in so many counts nothing
 worker_hijack_root_logger = False
 worker_redirect_stdouts = False
 worker_cancel_long_running_tasks_on_connection_loss = False  # SQL decides whether an attempt still counts

@@ -62,6 +62,8 @@ def succeed(tx: Connection, worker: str, successes: Sequence[Finished], ttl: tim
         finished_at=one.finished_at, expires_at=one.finished_at + ttl, as_of=the_present()) for one in successes]
 
 
+# Each number of ids is a statement of its own to a database, so all are padded to this one: as many as one thread
+# records at a time (`slices.MOST`).
 MOST_TOUCHED = 32
 _touch = update(jobs).where(statements.listed(jobs.c.id, "id", MOST_TOUCHED)).values(
     version=jobs.c.version + 1).returning(jobs.c.id, jobs.c.version)

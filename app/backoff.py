@@ -10,11 +10,11 @@ from urllib3.util.retry import Retry
 JITTER = 0.2  # of each wait, either way, so that what failed together does not return together
 MAX_RETRY_AFTER_SECONDS = 86_400.0
 LATE_SECONDS = 10.0  # no busy relay publishes so late: it, the broker, the courier or beat was away
-_SPREAD_SECONDS = 60.0
-_JOB_FIRST_SECONDS = 1.0
-_JOB_LONGEST_SECONDS = 30.0
+_SPREAD_SECONDS = 60.0  # what fell due within an outage of a minute or more arrives within a minute
+_JOB_FIRST_SECONDS = 1.0  # and twice as long each time: three attempts, as by default, take three seconds
+_JOB_LONGEST_SECONDS = 30.0  # so 25 attempts take ten minutes
 _PAUSE_SHARE = 0.1  # of the time that an endpoint has been failing: who failed for ten minutes is asked each minute
-_LONGEST_PAUSE_SECONDS = 3600.0
+_LONGEST_PAUSE_SECONDS = 3600.0  # reached after ten hours: who is back is called within the hour
 
 
 def jittered(seconds: float, chance: float) -> float:

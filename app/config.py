@@ -50,11 +50,14 @@ class Settings(BaseSettings):
 
     host: str = "127.0.0.1"
     port: int = Field(8140, ge=1, le=65535)
-    web_workers: int = Field(2, ge=1, le=64)
+    web_workers: int = Field(2, ge=1, le=64)  # each has one interpreter lock; the cores of a small machine
+    # With four threads forty clients that send slowly keep everybody out, with these and as many waiters they do not
+    # (docs/performance.md, The server). Requests take milliseconds: more threads make nothing faster.
     web_threads: int = Field(16, ge=1, le=256)  # of each; a slow upload or a busy database holds one
     web_waiters: int = Field(16, ge=1, le=256)  # further threads of each, for answers that Prefer: wait holds back
     trusted_proxies: int = Field(0, ge=0, le=10)  # in front; whose X-Forwarded-* are believed
     rate_limit: str | None = None  # of each owner, "100/second; 2000/minute"; none: no limit
+    # A client gone wild is stopped at some hundred megabytes. No table needs it: twice as many cost what empty ones do.
     max_backlog: int = Field(100_000, ge=1)  # unfinished jobs; beyond them 503
     hooksink_port: int = Field(8141, ge=1, le=65535)
     hook_log: Path | None = None  # None: hook.log in var_dir
@@ -66,23 +69,32 @@ class Settings(BaseSettings):
 
     callback_allow: Texts = ()  # host:port or CIDR; none: public addresses only
     callback_secrets: Texts = ()  # whsec_...; newest first; none: a random one is kept in var_dir
+    # Three days in all, so that a receiver that fails on Friday evening is told on Monday. Soon at first: most are back
+    # after a deployment.
     callback_schedule_seconds: Seconds = (0, 5, 300, 1800, 7200, 18000, 36000, 50400, 72000, 86400)
+    # Few, since receivers are small; four keep a courier busy if it answers at once (some 900 a second), and do 80 a
+    # second if it takes 50 ms.
     callback_per_host: int = Field(4, ge=1, le=1000)
-    callback_timeout_seconds: float = Field(15, gt=0, le=300)
+    callback_timeout_seconds: float = Field(15, gt=0, le=300)  # it holds a thread, and one of the host's four places
 
-    result_ttl_seconds: int = Field(86_400, ge=1)
-    tombstone_ttl_seconds: int = Field(30 * 86_400, ge=1)
-    idempotency_ttl_seconds: int = Field(86_400, ge=1)
+    result_ttl_seconds: int = Field(86_400, ge=1)  # some kilobytes each; a client that was away for a night finds it
+    tombstone_ttl_seconds: int = Field(30 * 86_400, ge=1)  # 200 bytes each
+    idempotency_ttl_seconds: int = Field(86_400, ge=1)  # whoever repeats a submission does it within a day
 
+    # A tick is a message and a look at the outbox. With a wake token nobody waits for one.
     relay_interval_seconds: float = Field(1, gt=0, le=3600)  # how late a submission is when Redis holds no wake token
+    # Six heartbeats. Shorter: a process that stands still for a moment loses its job; longer: a killed one's job waits.
     lease_seconds: float = Field(30, ge=1, le=3600)  # how long a silent worker keeps its job
-    rescue_interval_seconds: float = Field(5, gt=0, le=3600)
-    prune_interval_seconds: float = Field(60, gt=0, le=86_400)
+    rescue_interval_seconds: float = Field(5, gt=0, le=3600)  # on top of a lease; a look takes 3 to 6 ms
+    prune_interval_seconds: float = Field(60, gt=0, le=86_400)  # what has expired is 410 before: only the disk waits
+    # One job each: as many as use the processors at a time. Jobs that wait for others want more (docs/scaling.md).
     worker_concurrency: int = Field(default_factory=lambda: os.cpu_count() or 1, ge=1, le=1024)
     worker_queues: Texts = ("q:jobs2",)
     worker_stop_seconds: float = Field(25, ge=0, le=86_400)  # SIGTERM to release; platforms kill after 30
+    # Enough to finish a step: it can know after one (`tasks.attempt`).
     cancel_grace_seconds: float = Field(5, ge=0, le=86_400)  # what a running function gets to notice its cancellation
-    courier_concurrency: int = Field(64, ge=16, le=1024)  # threads that wait on the network
+    courier_concurrency: int = Field(64, ge=16, le=1024)  # threads that wait on the network: four to each of 16 hosts
+    # As by default. Shorter: messages of long jobs come twice.
     broker_visibility_timeout_seconds: int = Field(3600, ge=5)  # Redis brokers only; no promise hangs on it
 
     @model_validator(mode="before")

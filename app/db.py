@@ -22,9 +22,14 @@ from app.config import settings
 from app.errors import WrongSetting
 from app.turnstile import Turnstile, TurnTimeout
 
-# How long a writer waits for its turn before the caller is told to come back.
+# How long a writer waits for its turn before the caller is told to come back. A turn takes milliseconds: whoever waits
+# for a thousand of them waits for one that hangs. A proxy gives up after sixty seconds, as a rule.
 LOCK_WAIT_SECONDS = 10.0
-_TRUSTED_SECONDS = 1.0  # a connection that was used so lately is not asked whether it is still there
+# A connection that was used so lately is not asked whether it is still there: the question is a round trip, and a busy
+# process would ask it for each transaction.
+_TRUSTED_SECONDS = 1.0
+# Kept open when nobody needs them: transactions take milliseconds, so more than eight at a time are a peak. PostgreSQL
+# counts idle ones too.
 _POOL_SIZE = 8
 _POOL_OVERFLOW = 8  # with the size as many as WEB_THREADS; four web processes and a courier fit into PostgreSQL's 100
 # The connection that was used last is taken first (`pool_use_lifo`): it knows the statements, and no more of them hold
@@ -166,9 +171,12 @@ def _make(url: str) -> Engine:
         pool_timeout=LOCK_WAIT_SECONDS,
         hide_parameters=True,  # rows' contents stay out of logs and job errors
         connect_args={
-            "connect_timeout": 5,
+            "connect_timeout": 5,  # half of LOCK_WAIT_SECONDS, so that a second address of a name is tried within it
             # A network that swallows everything is noticed as one that refuses is: no relay waits for it for ever.
+            # After 10 + 3 x 5 s, or 20 s with something on its way: before a lease of 30 s is over.
             "keepalives_idle": 10, "keepalives_interval": 5, "keepalives_count": 3, "tcp_user_timeout": 20_000,
+            # Three times what a lock may take: no statement of a request or a job comes near it. Who stands still in a
+            # transaction gives its locks back after twice a statement's time.
             "options": f"-c timezone=utc -c lock_timeout={int(LOCK_WAIT_SECONDS * 1000)} -c statement_timeout=30000"
             " -c idle_in_transaction_session_timeout=60000",
         },

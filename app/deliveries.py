@@ -250,6 +250,7 @@ def append(tx: Connection, *made: Attempt) -> None:
     statements.together(tx, statements.of_all(tx, _append_all, list(map(vars, values))))
 
 
+# A hundred a look: each is ended in a transaction of its own, between which others write.
 _stalled = select(*_columns).where(
     deliveries.c.state == states.SENDING, deliveries.c.leased_until < bindparam("now")
 ).order_by(deliveries.c.leased_until).limit(100)
@@ -260,6 +261,7 @@ def stalled(view: Connection, now: datetime) -> list[Delivery]:
     return [Delivery(*row) for row in view.execute(_stalled, {"now": now})]
 
 
+# As many as of those that stall, for the same reason.
 _overdue = select(*_columns).join(endpoints, endpoints.c.id == deliveries.c.endpoint).where(
     endpoints.c.paused_until > bindparam("now"), deliveries.c.state == states.PENDING,
     deliveries.c.next_attempt_at <= bindparam("now"), deliveries.c.created_at < bindparam("before"),

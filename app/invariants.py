@@ -16,7 +16,7 @@ from app import states, turns
 from app.config import settings
 from app.schema import deliveries, delivery_attempts, history_events, idempotency_keys, jobs, notes, outbox, tombstones
 
-MOST = 1000  # rows that one question names
+MOST = 1000  # rows that one question names; a repair asks again until none is left
 # What the relay, the rescue and the pruning take at most, when they run.
 _UNPUBLISHED_SECONDS = 30.0
 _UNRESCUED_SECONDS = 30.0

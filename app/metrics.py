@@ -25,7 +25,7 @@ from app.jobs import Job
 log = logging.getLogger("uketsuke.metrics")
 
 _FILE_BYTES = 256 * 1024  # written out at once: a disk that is full later cannot break a mapped file
-_AGAIN_SECONDS = 60.0  # after files that could not be written
+_AGAIN_SECONDS = 60.0  # after files that could not be written; each try is a line of the log
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 _JOB_SECONDS = (.01, .025, .05, .1, .25, .5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800, 3600)
 _NETWORK_SECONDS = (.005, .01, .025, .05, .1, .25, .5, 1, 2.5, 5, 10, 15, 30)

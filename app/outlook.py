@@ -25,9 +25,10 @@ from app.schema import jobs, outbox
 log = logging.getLogger("uketsuke.outlook")
 
 MAX_SECONDS = 60  # of an estimate: who waits longer asks again
-_FRESH_SECONDS = 1.0
+_FRESH_SECONDS = 1.0  # what it tells is whole seconds
 _SHARE = 0.03  # of a thread's time, at most: a look that takes longer is taken less often
-_PAUSE_SECONDS = 5.0  # after a database that did not answer
+_PAUSE_SECONDS = 5.0  # after a database that did not answer; one that is overloaded gets no estimates to make
+# Of twenty, one that took ten times as long makes the mean half as much again; of more, a change would show late.
 _LATELY = 20  # jobs of a kind, whose run times count
 # Places of a queue that are looked at one by one; what lies behind is taken to be alike. Each costs a web process three
 # microseconds, in which it answers nobody: more of them, once a second, is what its slowest answers would be.

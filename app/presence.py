@@ -8,7 +8,7 @@ from typing import Any
 
 from app.redis_client import away, best_effort, client
 
-PRESENCE_SECONDS = 15  # how long a sign of life counts; workers give one every 2 s
+PRESENCE_SECONDS = 15  # how long a sign of life counts; workers give one every 2 s; seven in a row may be late
 FRESH_SECONDS = 6  # three signs: a worker that was killed counts no longer than that as one that is free
 _RESCUE_KEY = "rescue:ran_at"
 _SPARED_KEY = "rescue:spares"
@@ -58,6 +58,7 @@ def unserved(queues: Collection[str]) -> list[str]:
 def rescue_ran(moment: datetime) -> None:
     """Says that the rescue has looked."""
     with best_effort("rescue"):
+        # An hour: who finds nothing takes it for long ago, and that is what it is.
         client().set(_RESCUE_KEY, moment.isoformat(), ex=3600)
 
 

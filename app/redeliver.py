@@ -19,7 +19,7 @@ from app.errors import UketsukeError
 from app.rounds import Range
 
 PER_SECOND = 25.0  # new rounds that begin: a hundred thousand take an hour, and other callbacks find room between them
-_SHOWN = 10  # rows of the breakdown
+_SHOWN = 10  # rows of the breakdown; hosts that failed most
 _TELL_SECONDS = 5.0  # between two lines of progress
 _UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days"}
 

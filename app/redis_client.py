@@ -24,7 +24,7 @@ from app import config
 log = logging.getLogger("uketsuke.redis")
 
 TROUBLE = (RedisError, OSError, ValueError)  # what Redis cannot do, or holds that cannot be read
-_ANSWER_SECONDS = 0.5  # how long a request may wait for Redis
+_ANSWER_SECONDS = 0.5  # how long a request may wait for Redis; an answer takes a millisecond
 _PAUSE_SECONDS = 1.0  # after an error Redis is left alone for so long, so that a dead one costs one wait, not each
 
 _away_until = 0.0
@@ -33,6 +33,7 @@ _trouble_at = -math.inf  # `time.monotonic`, of the last time that Redis was awa
 
 @functools.lru_cache(maxsize=2)
 def _client(pid: int) -> redis.Redis:
+    # A thread holds one at a time at most, and polls have lines of their own: 64 are as many as a courier's threads.
     return redis.Redis.from_url(
         config.redis_url(), decode_responses=True, socket_timeout=_ANSWER_SECONDS,
         socket_connect_timeout=_ANSWER_SECONDS, retry=Retry(NoBackoff(), 0), max_connections=64)
@@ -46,6 +47,7 @@ def client() -> redis.Redis:
 @functools.lru_cache(maxsize=2)
 def _waiting_client(pid: int) -> redis.Redis:
     longest = config.settings().relay_interval_seconds + _ANSWER_SECONDS  # a half-open connection must not hold it
+    # Two relays of a process wait at a time (`tasks.relay_outbox`): 64 is a bound that they do not come near.
     return redis.Redis.from_url(
         config.redis_url(), decode_responses=True, socket_timeout=longest, socket_connect_timeout=_ANSWER_SECONDS,
         socket_keepalive=True, retry=Retry(NoBackoff(), 0), max_connections=64)

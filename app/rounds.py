@@ -13,7 +13,7 @@ from app.errors import Expired, NotFound
 from app.schema import deliveries, jobs
 
 ENDED = tuple(state for state in states.DELIVERY_STATES if state not in states.UNFINISHED_DELIVERIES)
-PAGE = 500  # rows at a time, each in a view of its own
+PAGE = 500  # rows at a time, each in a view of its own; a view that stays open holds up checkpoints and vacuums
 
 ASKED, EXPIRED, TOLD_ANEW = "asked", "expired", "told anew"  # what became of a wish for one more round
 

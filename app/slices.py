@@ -52,7 +52,8 @@ def claimed(held: Delivery, job: Job) -> Claimed:
 # --- reserving ---
 
 MOST = at_once.MOST_TOUCHED  # that one place has at a time
-# Who has been staged so lately may be on the way by a message, which opens another place: it goes last here.
+# Who has been staged so lately, two ticks of the relay, may be on the way by a message, which opens another place: it
+# goes last here.
 _ON_THE_WAY_SECONDS = 2.0
 _ROOM_FOR_THOSE = 8  # few have a message: the others wait for the end of an attempt (`joining`)
 _ids = statements.listed(table.c.id, "id", MOST)

@@ -18,11 +18,13 @@ from app.jobs import Job
 
 WAKE_KEY = "outbox:wake"
 # How long a state that will change is shown, from when SQL had it: a stale one heals when that ends, and a write that
-# comes later than that (its process or Redis stood still) shows nothing. Heartbeats renew it.
+# comes later than that (its process or Redis stood still) shows nothing. Heartbeats renew it. Ten seconds: SQL is asked
+# no more often than that for each job that waits and is polled, and nobody reads for longer what is no longer true.
 UNFINISHED_TTL_SECONDS = 10
 # A settled state is shown by whoever ended the job for a little longer than anything older may still be written; who
 # asks later has it from SQL, and only then, since it was asked for, is it shown for long.
 ENDED_TTL_SECONDS = UNFINISHED_TTL_SECONDS + 5
+# An hour: whoever asks again soon has it from here, and a day of them would be 24 times the memory, 1 kB for each.
 FINAL_TTL_SECONDS = 3600
 
 # One step: an older version never covers a later one, and no hash is ever without its time to live. As many arguments

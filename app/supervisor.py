@@ -21,9 +21,9 @@ import honcho.process
 from honcho.printer import Message, Printer
 
 CANNOT_START = 2  # the exit status of a line that has said why in one line: everything stops
-_AGAIN_SECONDS = 1.0
-_LETS_GO_FIRST_SECONDS = 3.0
-_LOOK_SECONDS = 0.1
+_AGAIN_SECONDS = 1.0  # a line that dies at its start would take a processor otherwise
+_LETS_GO_FIRST_SECONDS = 3.0  # the web answers after one or two; a line that never does holds up nobody for longer
+_LOOK_SECONDS = 0.1  # each look is a request to a web that starts
 _LAST = frozenset({"redis"})  # the others say goodbye to it
 
 

@@ -165,6 +165,7 @@ def first_of_endpoint(view: Connection, endpoint: str, before: datetime) -> str 
     return view.execute(_first, {"endpoint": endpoint, "before": before}).scalar_one_or_none()
 
 
+# A hundred a look, in one transaction that is short: they were forgotten, and more is the next look's.
 _overlooked = select(deliveries.c.id).where(
     deliveries.c.state == states.PENDING, deliveries.c.next_attempt_at < bindparam("before"), ~_staged, ~_earlier,
     ~_paused, ~_host_is_busy,

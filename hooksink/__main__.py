@@ -14,7 +14,7 @@ from hooksink import server
 
 HOST = "127.0.0.1"
 DEFAULT_PORT = 8141
-THREADS = 64  # a slow hook holds one
+THREADS = 64  # a slow hook holds one; as many as a courier has
 
 
 def main() -> int:

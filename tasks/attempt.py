@@ -18,13 +18,15 @@ from tasks import heart, interrupting
 
 log = logging.getLogger("uketsuke.attempt")
 
-KILL_AFTER_SECONDS = 5.0  # what an interrupted function gets to end
-_LOOK_SECONDS = 1.0  # how soon a running attempt learns that it is to stop
+KILL_AFTER_SECONDS = 5.0  # what an interrupted function gets to end; it needs them to clear away, not to finish
+_LOOK_SECONDS = 1.0  # how soon a running attempt learns that it is to stop; a statement a second for each
+# Clients are told to ask once a second at most.
 _PROGRESS_SECONDS = 0.5  # how often progress reaches the view; SQL learns of it with each heartbeat
 
 
 def heartbeat_seconds() -> float:
     """How often a running attempt extends its lease."""
+    # Five may fail or come late before the lease is over, and one before the view lets go of the job.
     return min(settings().lease_seconds / 6, status.UNFINISHED_TTL_SECONDS / 2)
 
 

@@ -34,7 +34,9 @@ log = logging.getLogger("uketsuke.deliver")
 # Answers that the same request will get again.
 PERMANENT = frozenset({400, 401, 403, 404, 405, 410, 413, 415, 422})
 _LEASE_MARGIN_SECONDS = 15.0  # beyond the attempt's own deadline: connecting and recording
-_STEP_BACK_SECONDS = 1.0  # a delivery that the courier has no thread for comes back so much later
+# A delivery that the courier has no thread for comes back so much later: who holds one gives it back after a quarter of
+# that, as a rule (`going_on.SECONDS`).
+_STEP_BACK_SECONDS = 1.0
 
 Post = Callable[[str, bytes, dict[str, str], float], Answer]
 Outcome = TypeVar("Outcome")

@@ -24,8 +24,8 @@ from tasks import answers, deadlines, reasons
 CONNECT_SECONDS = 3.0  # to each address of a name
 _NET_SECONDS = 1.0  # below the deadline, which ends every wait sooner and says so
 MAX_ANSWER_BYTES = 64 * 1024
-_CHUNK_BYTES = 4096
-_POOLS = 32  # hosts whose connections are kept
+_CHUNK_BYTES = 4096  # an answer is shorter, as a rule
+_POOLS = 32  # hosts whose connections are kept; twice as many as 64 threads call with four at a time
 _ROUTES = 512  # URLs; a receiver has one or a few, or one for each callback, which are of no use again
 _USER_AGENT = "uketsuke/0.1 (+webhook)"
 

@@ -33,7 +33,7 @@ BATCH_SECONDS = 0.05
 MOST = slices.MOST  # then recording costs a fifth of sending
 _OVERRUN = 2  # so many times as long as was planned, and what is left of a batch is given back
 _ENDPOINTS = 64  # as many as are busy at one time; of one that is forgotten, two transactions may follow each other
-_STEP_BACK_SECONDS = 1.0  # what cannot be sent now comes back so much later
+_STEP_BACK_SECONDS = 1.0  # what cannot be sent now comes back after four slices
 
 
 @dataclass

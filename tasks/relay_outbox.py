@@ -43,8 +43,8 @@ _OVERLAP_SECONDS = 0.25
 # SQLite's one writer as long for one row as for ten, and ten short jobs in a message take Celery no longer than one.
 _GATHER_SECONDS = 0.025
 _MARK_SECONDS = 0.05  # after which what nobody has claimed is marked: by then most has been
-AWAY_SECONDS = 1.0  # when the broker takes nothing, all wait so long
-_REFUSED_SECONDS = 5.0  # when the broker takes everything but this row, it waits so long
+AWAY_SECONDS = 1.0  # when the broker takes nothing, all wait so long; as Celery does between tries (`tasks.broker`)
+_REFUSED_SECONDS = 5.0  # when the broker takes everything but this row, it waits so long; parked after 20 s
 _HARD_LIMIT_AFTER_SECONDS = 10.0  # a function that swallows its soft limit is killed so much later
 
 _at_once = threading.BoundedSemaphore(2)  # a deep outbox takes many ticks; they must not take all of the threads

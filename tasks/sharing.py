@@ -24,7 +24,7 @@ IN_TURN = 16
 MOST_SECONDS = 0.25
 _LATELY = 100  # jobs: one in a hundred that takes long sends few back
 _SHORTEST_LIMIT_SECONDS = 10.0  # the limit is the message's, and the last job begins up to MOST_SECONDS after the first
-_KNOWN_SECONDS = 1.0  # for so long one look at the run times does
+_KNOWN_SECONDS = 1.0  # for so long one look at the run times does; a busy relay has ten messages and more in it
 
 _known: dict[str, tuple[float, int]] = {}  # by kind: until when (`time.monotonic`), and how many
 

@@ -20,7 +20,7 @@ from tasks import celery, run_job
 
 log = logging.getLogger("uketsuke.stopping")
 
-_AGAIN_SECONDS = 1.0
+_AGAIN_SECONDS = 1.0  # a supervisor that kills after 30 s leaves a few tries
 
 _pool: prefork.TaskPool | None = None  # this worker's, once it runs
 

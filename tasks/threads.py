@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from app import states
 from app.config import settings
 
-FOR_THE_RELAY = 3
+FOR_THE_RELAY = 3  # two relays at a time (`tasks.relay_outbox`), and one for the rescue or the pruning
 _counting = threading.Lock()
 _taken = {"all": 0, "not well": 0, "failing": 0}
 

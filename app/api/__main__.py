@@ -41,6 +41,9 @@ def main() -> int:
     if not settings.api_tokens:
         log.warning("API_TOKENS is not set: the API is open to whoever reaches it")
     log.info("listening", extra={"address": ports.url(settings.host, settings.port)})
+    # `backlog`: connections that wait to be taken, two thirds of what is accepted in a second if each brings one
+    # submission. `workers_kill_timeout`: the longest that a request waits for the database (`db.LOCK_WAIT_SECONDS`);
+    # those that Prefer: wait holds back end at once.
     Granian(
         "app.api.__main__:application", factory=True, interface=Interfaces.WSGI, http=HTTPModes.http1,
         websockets=False,

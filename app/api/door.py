@@ -20,7 +20,7 @@ from app.submissions import Key
 MAX_BODY_BYTES = 1024 * 1024
 MAX_DEPTH = 32
 _CLOSE = {"Connection": "close"}
-_READ_BYTES = 64 * 1024
+_READ_BYTES = 64 * 1024  # the largest body in sixteen reads
 _PASSED_OVER_BYTES = 2 * MAX_BODY_BYTES  # read to its end, so that a proxy which is still sending gets the answer
 _PLACE_SECONDS = 0.25  # a body that is there is read in less than a millisecond
 _MAX_DIGITS = 1000

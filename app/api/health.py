@@ -17,7 +17,7 @@ from app.config import settings
 
 blueprint = Blueprint("health", __name__)
 
-_CONNECT_SECONDS = 1.0
+_CONNECT_SECONDS = 1.0  # a broker that swallows everything holds up the answer no longer
 _TICKS_MISSED = 5  # of the relay, before it counts as stopped
 _UNPUBLISHED_LIMIT_SECONDS = 30.0  # a due row that waits longer: the relay runs and cannot publish
 

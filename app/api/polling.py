@@ -18,8 +18,8 @@ from app import clock, db, deliveries, ids, jobs, ownership, states, status
 from app.api import answers, shutdown, tokens
 from app.status import View
 
-MAX_WAIT_SECONDS = 30
-_LOOK_SECONDS = 0.1
+MAX_WAIT_SECONDS = 30  # a proxy gives up after sixty, as a rule
+_LOOK_SECONDS = 0.1  # sixteen who wait ask 160 times a second, one in thirty of what a machine answers
 _WAIT = re.compile(r'\s*wait\s*=\s*"?([0-9]{1,100})"?\s*(;.*)?', re.IGNORECASE)
 
 

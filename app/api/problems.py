@@ -19,8 +19,8 @@ from app.clock import isoformat
 log = logging.getLogger("uketsuke.api")
 blueprint = Blueprint("problems", __name__)
 
-RETRY_AFTER_SECONDS = 2
-BACKLOG_RETRY_AFTER_SECONDS = 30
+RETRY_AFTER_SECONDS = 2  # a thousand who were refused ask 500 times a second then, no more
+BACKLOG_RETRY_AFTER_SECONDS = 30  # in which two processes work off some ten thousand short jobs
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from app.api import door
 from app.api.problems import Problem
 from app.errors import Flaw, InvalidInput
 
-MAX_LIMIT = 100
+MAX_LIMIT = 100  # some 30 kB without results, and those are bounded by themselves (`pages.RESULT_BYTES`)
 
 Asked = TypeVar("Asked", bound="Page")
 
