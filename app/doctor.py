@@ -19,7 +19,7 @@ from redis.exceptions import RedisError
 from sqlalchemy import Connection, and_, bindparam, func, select
 from sqlalchemy.exc import SQLAlchemyError
 
-from app import clock, db, invariants, presence, redis_client, states, status, turns
+from app import clock, db, invariants, presence, redis_client, states, status, turns, waking
 from app import outbox as message
 from app.errors import UketsukeError
 from app.invariants import Invariant
@@ -186,7 +186,7 @@ def _forget(job_id: str) -> bool:
 def mend(findings: list[Finding]) -> list[Finding]:
     """Repairs what is safe to repair; returns what is left for a person."""
     left = [finding for finding in findings if finding.mend is None or not finding.mend()]
-    status.wake_relay()
+    waking.relay()
     return left
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from datetime import datetime
 from typing import Any
 
-from sqlalchemy import Connection, bindparam, delete, func, select, union_all, update
+from sqlalchemy import Connection, and_, bindparam, delete, func, or_, select, union_all, update
 from sqlalchemy.dialects import postgresql, sqlite
 
 from app import statements, states
@@ -38,7 +38,17 @@ class Row:
 _columns = [outbox.c[field.name] for field in fields(Row)]
 
 
-_staged = ("task", "target_id", "queue", "time_limit_seconds", "state", "available_at", "created_at", "together")
+def staged(
+    task: str, target_id: str, queue: str, time_limit_seconds: float | None, available_at: datetime,
+    together: str | None,
+) -> Row:
+    """A row as it is when it has been staged, but for its id, which nobody knows but SQL."""
+    return Row(0, task, target_id, queue, time_limit_seconds, states.WAITING, available_at, None, None, None, 0, None,
+               together)
+
+
+_staged = ("task", "target_id", "queue", "time_limit_seconds", "state", "available_at", "together")
+_new = [outbox.c[name] for name in (*_staged, "created_at")]
 
 
 def _anew(made: Any) -> Any:
@@ -50,9 +60,9 @@ def _anew(made: Any) -> Any:
 
 
 _stage = {
-    "sqlite": _anew(sqlite.insert(outbox).values({name: bindparam(name) for name in _staged})),
+    "sqlite": _anew(sqlite.insert(outbox).values({column.name: bindparam(column.name) for column in _new})),
     "postgresql": _anew(postgresql.insert(outbox).from_select(
-        _staged, statements.arrays(*(outbox.c[name] for name in _staged)))),
+        [column.name for column in _new], statements.arrays(*_new))),
 }
 
 
@@ -65,27 +75,14 @@ def stage(
 
     The caller holds the transaction that makes it necessary. Staging what is staged already makes it due anew.
     """
-    stage_all(tx, task, [(target_id, queue, time_limit_seconds, together)], now, available_at)
+    statements.together(tx, staging(tx, [
+        staged(task, target_id, queue, time_limit_seconds, available_at or now, together)], now))
 
 
-def stage_all(
-    tx: Connection, task: str, targets: Sequence[tuple[str, str, float | None, str | None]], now: datetime,
-    available_at: datetime | None = None,
-) -> None:
-    """As `stage`, of several targets, each with its queue, its time limit, and with what it may go `together`."""
-    if targets:
-        statements.together(tx, staging(tx, task, targets, now, available_at))
-
-
-def staging(
-    tx: Connection, task: str, targets: Sequence[tuple[str, str, float | None, str | None]], now: datetime,
-    available_at: datetime | None = None,
-) -> statements.Asked:
-    """What stages several targets, one at least, as `stage_all`."""
+def staging(tx: Connection, rows: Sequence[Row], now: datetime) -> statements.Asked:
+    """What stages these rows, one at least, as `stage` does."""
     return statements.of_all(tx, _stage, [
-        {"task": task, "target_id": target_id, "queue": queue, "time_limit_seconds": seconds, "state": states.WAITING,
-         "available_at": available_at or now, "created_at": now, "together": together}
-        for target_id, queue, seconds, together in targets])
+        {**{name: getattr(row, name) for name in _staged}, "created_at": now} for row in rows])
 
 
 # Each state by its own index, in order: a backlog is never sorted. CTEs are evaluated once; as a plain subquery
@@ -120,8 +117,18 @@ _free = {"lease": None, "leased_until": None}
 _these = select(outbox.c.id).where(
     outbox.c.id.in_(bindparam("ids", expanding=True)), guard(outbox.c.state, states.LEASED),
     outbox.c.lease.in_(bindparam("leases", expanding=True))).order_by(outbox.c.id).with_for_update().cte("these")
-_mark = update(outbox).where(outbox.c.id.in_(select(_these.c.id))).values(
-    state=states.PUBLISHED, published_at=bindparam("now"), **_free)
+# A row that was staged anew since it was handed over has another moment.
+_taken = and_(
+    outbox.c.task.in_(states.OUTBOX_TASKS), outbox.c.target_id.in_(bindparam("of_targets", expanding=True)),
+    or_(and_(guard(outbox.c.state, states.LEASED), outbox.c.lease.in_(bindparam("leases", expanding=True))),
+        and_(guard(outbox.c.state, states.WAITING),
+             outbox.c.available_at.in_(bindparam("moments", expanding=True)))))
+_mark = update(outbox).values(state=states.PUBLISHED, published_at=bindparam("now"), **_free)
+_mark_taken = {
+    "sqlite": _mark.where(_taken),
+    "postgresql": _mark.where(outbox.c.id.in_(select(
+        select(outbox.c.id).where(_taken).order_by(outbox.c.id).with_for_update().cte("taken").c.id))),
+}
 _release = update(outbox).where(outbox.c.id.in_(select(_these.c.id))).values(
     state=states.WAITING, available_at=bindparam("due"), **_free)
 _refuse = update(outbox).where(outbox.c.id == bindparam("row_id"), *_held).values(
@@ -129,9 +136,14 @@ _refuse = update(outbox).where(outbox.c.id == bindparam("row_id"), *_held).value
     last_error=bindparam("why"), together=None, **_free)
 
 
-def mark_published(tx: Connection, leases: Sequence[str], ids: Sequence[int], now: datetime) -> int:
-    """leased → published, of the rows that these leases still hold; returns how many."""
-    return tx.execute(_mark, {"ids": list(ids), "leases": list(leases), "now": now}).rowcount if ids else 0
+def mark_published(tx: Connection, rows: Sequence[Row], now: datetime) -> int:
+    """leased or waiting → published, of those of these rows that nobody has claimed since: neither a relay nor whoever
+    got the message. Returns how many."""
+    if not rows:
+        return 0
+    return tx.execute(_mark_taken[tx.dialect.name], {
+        "of_targets": [row.target_id for row in rows], "leases": list({row.lease for row in rows if row.lease}),
+        "moments": list({row.available_at for row in rows if not row.lease}), "now": now}).rowcount
 
 
 def release(tx: Connection, lease: str, ids: Sequence[int], available_at: datetime) -> int:

@@ -1,5 +1,5 @@
-"""The Redis view: the hash `job:<id>` and the relay's wake token. It never decides anything: every error is logged and
-swallowed, and SQL answers instead."""
+"""The Redis view: the hash `job:<id>`. It never decides anything: every error is logged and swallowed, and SQL answers
+instead."""
 from __future__ import annotations
 
 import json
@@ -10,13 +10,13 @@ from typing import Any
 from redis.connection import AbstractConnection
 from redis.exceptions import ResponseError
 
-from app import deliveries, gathering, jobs, redis_client, states
+from app import deliveries, gathering, jobs, redis_client, states, waking
 from app.clock import now as the_present
 from app.deliveries import Delivery
 from app.gathering import Gathering
 from app.jobs import Job
+from app.outbox import Row
 
-WAKE_KEY = "outbox:wake"
 # How long a state that will change is shown, from when SQL had it: a stale one heals when that ends, and a write that
 # comes later than that (its process or Redis stood still) shows nothing. Heartbeats renew it. Ten seconds: SQL is asked
 # no more often than that for each job that waits and is polled, and nobody reads for longer what is no longer true.
@@ -49,7 +49,6 @@ for place, key in ipairs(KEYS) do
 end
 return shown
 """
-_WAKE = (("LPUSH", WAKE_KEY, 1), ("LTRIM", WAKE_KEY, 0, 0))  # one token says it all
 # As it goes over the wire: packing it anew for each poll takes as long as a tenth of the round trip.
 _READ_FIELDS = (b"job_id", b"owner", b"kind", b"status", b"created_at", b"started_at", b"expires_at", b"document")
 _READ = b"*%d\r\n$5\r\nHMGET\r\n$%%d\r\n%%b\r\n" % (2 + len(_READ_FIELDS)) + b"".join(
@@ -109,18 +108,20 @@ def write_in_passing(*written: Job) -> None:
 
 def write_all(
     written: Sequence[tuple[Job, Delivery | None]], wake: bool = False, asked_for: bool = False,
+    handed: Sequence[Row] = (),
 ) -> list[bool]:
-    """Shows jobs as they are after a commit, in one round trip; `wake` also wakes the relay; what is `asked_for` is
-    shown for longer. Returns of each whether Redis shows this version now, or a later one.
+    """Shows jobs as they are after a commit, in one round trip; `wake` also wakes the relay, and hands it these rows of
+    the outbox; what is `asked_for` is shown for longer. Returns of each whether Redis shows this version now, or a
+    later one.
 
     For a job with a callback, the delivery is that of its callback once there is one.
     """
     if not written and wake:
-        wake_relay()
+        waking.relay()
     if redis_client.away() or not written:
         return [False] * len(written)
     with redis_client.best_effort("write", job_id=written[0][0].id):
-        shown, *_ = redis_client.ask(_writing(written, asked_for), *(_WAKE if wake else ()))
+        shown, *_ = redis_client.ask(_writing(written, asked_for), *(waking.commands(handed) if wake else ()))
         return [each == 1 for each in shown]
     return [False] * len(written)
 
@@ -227,23 +228,3 @@ def forget(job_ids: list[str]) -> None:
     if job_ids and not redis_client.away():
         with redis_client.best_effort("forget"):
             redis_client.client().delete(*map(key, job_ids))
-
-
-# --- the wake token ---
-
-
-def wake_relay() -> None:
-    """Tells a waiting relay that the outbox has something due. Without Redis it finds out at its next tick."""
-    if not redis_client.away():
-        with redis_client.best_effort("wake"):
-            redis_client.ask(*_WAKE)
-
-
-def wait_for_wake(seconds: float) -> bool:
-    """Waits for a wake token, at most this long; False when none came or Redis is away."""
-    if seconds <= 0:
-        return False
-    try:
-        return redis_client.waiting_client().blpop([WAKE_KEY], timeout=seconds) is not None
-    except redis_client.TROUBLE:
-        return False

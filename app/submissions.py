@@ -18,6 +18,7 @@ from app.errors import BacklogFull
 from app.group_commit import GroupCommit
 from app.jobs import Job
 from app.kinds import Kind
+from app.outbox import Row
 
 log = logging.getLogger("uketsuke.submissions")
 
@@ -55,6 +56,7 @@ class _Submission:
     note_id: int | None = None
     job: Job | None = None
     body: str = ""
+    message: Row | None = None
 
 
 def submit_job(
@@ -117,8 +119,9 @@ def _write(tx: Connection, batch: Sequence[_Submission]) -> None:
     written = [new_job(new.owner, new.kind, new.members, new.callback_url, new.note_id, new.now) for new in batch]
     for new, job in zip(batch, written):
         new.job, new.body = job, json.dumps(_answer(new, job), ensure_ascii=False) + "\n"
-    asked = [jobs.submitting(tx, written), outbox.staging(tx, states.RUN_JOB, [
-        (job.id, job.queue, job.time_limit_seconds, _together_with(new)) for new, job in zip(batch, written)], now)]
+        new.message = outbox.staged(
+            states.RUN_JOB, job.id, job.queue, job.time_limit_seconds, now, _together_with(new))
+    asked = [jobs.submitting(tx, written), outbox.staging(tx, _messages(batch), now)]
     if records := [
         (new.owner, new.key.text, idempotency.Record(new.key.fingerprint, job.id, new.note_id, new.body))
         for new, job in zip(batch, written) if new.key is not None
@@ -152,8 +155,13 @@ def _answer(new: _Submission, job: Job) -> dict[str, Any]:
     return {"id": new.note_id, "text": new.note, "job_id": job.id, "status_url": new.root + jobs.path(job.id)}
 
 
+def _messages(of: Sequence[_Submission]) -> list[Row]:
+    return [new.message for new in of if new.message is not None]
+
+
 def _show(committed: Sequence[_Submission]) -> None:
-    status.write_all([(new.job, None) for new in committed if new.job is not None], wake=True)
+    status.write_all(
+        [(new.job, None) for new in committed if new.job is not None], wake=True, handed=_messages(committed))
 
 
 # A commit takes the processor almost as long for one submission as for seven: those of clients that come all at once

@@ -1,145 +1,95 @@
-"""The relay: claim due rows (short transaction), publish them (no transaction open), mark them (short transaction).
+"""The relay: the only door to the broker. What a submission hands over with its wake token is published at once;
+anything else is claimed (short transaction), published (no transaction open) and marked (short transaction).
 
-The only door to the broker. Beat starts a relay every RELAY_INTERVAL_SECONDS; each drains the outbox and then
-waits for wake tokens until its interval is over, and a little longer, so that a submission is published at once.
+Beat starts a relay every RELAY_INTERVAL_SECONDS; each drains the outbox, and then waits for wake tokens until its
+interval is over, and a little longer. So whatever becomes of a token, the next relay finds what is due.
 """
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 import secrets
 import threading
 import time
-import uuid
-from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
-from typing import Any
 
-from amqp.exceptions import MessageNacked
-from kombu.exceptions import BatchPublishError
-from kombu.exceptions import OperationalError as BrokerAway
-from redis.exceptions import RedisError
 from sqlalchemy import Connection
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
-from app import clock, db, joining, metrics, outbox, presence, states, status
+from app import clock, db, joining, outbox, presence, states, waking
 from app.config import settings
 from app.outbox import Row
-from tasks import celery, sharing
+from tasks import celery, publishing
+from tasks.publishing import Batch, Publish
 
 log = logging.getLogger("uketsuke.relay")
 
 BATCH = 100  # few enough that a killed relay leaves little under its lease
 LEASE_SECONDS = 15.0  # publishing a batch takes milliseconds; a relay that takes longer has died
 # The relay of a tick listens for so much longer than until the next tick: no submission falls between two of them. Less
-# than what `status.wait_for_wake` grants beyond an interval, and than an interval: two relays at once are enough.
+# than what `waking.wait` grants beyond an interval, and than an interval: two relays at once are enough.
 _OVERLAP_SECONDS = 0.25
-# Rows that come together are followed by others: they are waited for as long as nobody notices, since a claim takes
-# SQLite's one writer as long for one row as for ten, and ten short jobs in a message take Celery no longer than one.
+# Rows that come together are followed by others: they are waited for as long as nobody notices, since ten short jobs in
+# a message take Celery no longer than one.
 _GATHER_SECONDS = 0.025
 _MARK_SECONDS = 0.05  # after which what nobody has claimed is marked: by then most has been
+_ON_THE_WAY_SECONDS = 2.0  # a token that comes later than that after its rows were claimed is published once more
 AWAY_SECONDS = 1.0  # when the broker takes nothing, all wait so long; as Celery does between tries (`tasks.broker`)
 _REFUSED_SECONDS = 5.0  # when the broker takes everything but this row, it waits so long; parked after 20 s
-_HARD_LIMIT_AFTER_SECONDS = 10.0  # a function that swallows its soft limit is killed so much later
 
 _at_once = threading.BoundedSemaphore(2)  # a deep outbox takes many ticks; they must not take all of the threads
-
-# AttributeError is what kombu's channels raise once their connection has gone: no fault of the row.
-_AWAY = (BrokerAway, BatchPublishError, RedisError, OSError, AttributeError)
-
-Publish = Callable[..., None]  # of the rows that share a message
-Batch = Callable[[], AbstractContextManager[None]]
-
-
-class _Mine(threading.local):
-    """What this thread publishes with, within `in_one_go`, and the queues that are known to be there."""
-
-    producer: Any = None
-    declared: frozenset[str] | set[str] = frozenset()
-
-
-_mine = _Mine()
-
-
-@contextlib.contextmanager
-def in_one_go() -> Iterator[None]:
-    """What `publish` is given within the block is with the broker after it: over one connection and, where the
-    transport can do that (Redis), in one round trip. Raises BatchPublishError when nobody knows what has arrived."""
-    with celery.app.producer_pool.acquire(block=True) as producer:
-        at_once = producer.supports_batch_publish
-        _mine.producer, _mine.declared = producer, set()
-        try:
-            with producer.batch():
-                yield
-        except _AWAY as error:
-            if at_once:
-                raise BatchPublishError(f"{type(error).__name__}: {error}") from error
-            raise
-        finally:
-            _mine.producer, _mine.declared = None, frozenset()
-
-
-def publish(row: Row, *others: Row) -> None:
-    """Hands one message to the broker; it carries the row's target id, or those of all that share
-    it, and nothing else.
-
-    Raises one of _AWAY when the broker takes nothing now, anything else when this message cannot be
-    published at all.
-    """
-    name, targets = f"tasks.{row.task}", [row.target_id]  # type: tuple[str, list[Any]]
-    limits, later = {}, 0.0
-    if others:
-        (name, later), targets = sharing.task_of(row), [[one.target_id for one in (row, *others)]]
-    if row.time_limit_seconds is not None:
-        limits = {"soft_time_limit": row.time_limit_seconds + later,
-                  "time_limit": row.time_limit_seconds + later + _HARD_LIMIT_AFTER_SECONDS}
-    # What `apply_async` does, without what it works out anew for each message: half of its time.
-    message = celery.app.amqp.create_task_message(
-        str(uuid.uuid4()), name, targets, {}, argsrepr=repr(targets), kwargsrepr="{}", origin=celery.NAME,
-        ignore_result=True, **limits)
-    declare = [] if row.queue in _mine.declared else [celery.app.amqp.queues[row.queue]]
-    with celery.app.producer_or_acquire(_mine.producer) as producer:
-        connection = producer.connection
-        try:
-            producer.publish(
-                message.body, exchange="", routing_key=row.queue, serializer="json", delivery_mode="persistent",
-                headers=message.headers, declare=declare, **message.properties)
-        except (*connection.recoverable_connection_errors, *connection.recoverable_channel_errors,
-                MessageNacked) as error:
-            raise BrokerAway(f"{type(error).__name__}: {error}") from error
-    if isinstance(_mine.declared, set):
-        _mine.declared.add(row.queue)
+_working = threading.Lock()  # of the relays of this process one works, the other waits for tokens
 
 
 @dataclass
 class Unmarked:
-    """What the broker has taken and SQL does not say yet. It waits for a later transaction of its relay: by then most
-    of it has been claimed and is gone. If the relay dies its lease runs out: a repeated message is harmless."""
+    """What the broker has taken and SQL does not say yet. It waits for a later transaction: by then most of it has been
+    claimed and is gone. If the process dies, rows are published once more: a repeated message is harmless."""
 
-    ids: dict[str, list[int]] = field(default_factory=dict)  # by their lease
+    rows: list[Row] = field(default_factory=list)
     since: float = 0.0  # `time.monotonic`, of the first of them
+    handed: bool = False  # whether some were not claimed, so that a claim would find them
 
-    def add(self, lease: str, ids: list[int]) -> None:
+    def add(self, rows: list[Row]) -> None:
         """These were taken now."""
-        self.since = self.since if self.ids else time.monotonic()
-        self.ids[lease] = ids
+        self.since = self.since if self.rows else time.monotonic()
+        self.rows += rows
+        self.handed = self.handed or any(row.lease is None for row in rows)
 
     def is_due(self) -> bool:
-        """Whether enough time has passed."""
-        return bool(self.ids) and time.monotonic() - self.since >= _MARK_SECONDS
+        """Whether they are to be marked with the next claim."""
+        return self.handed or bool(self.rows) and time.monotonic() - self.since >= _MARK_SECONDS
 
     def mark(self, tx: Connection, now: datetime) -> None:
-        """leased → published. All at once, so in the order in which everybody locks rows."""
-        outbox.mark_published(tx, list(self.ids), [row_id for ids in self.ids.values() for row_id in ids], now)
+        """→ published. All at once, so in the order in which everybody locks rows."""
+        outbox.mark_published(tx, self.rows, now)
 
     def clear(self) -> None:
         """They were marked, and that was committed."""
-        self.ids = {}
+        self.rows, self.handed = [], False
+
+
+class Claimed:
+    """What this process has claimed lately, and perhaps gets handed over too."""
+
+    def __init__(self) -> None:
+        self._lately, self._before = set[str](), set[str]()
+        self._since = time.monotonic()
+
+    def add(self, rows: list[Row]) -> None:
+        if time.monotonic() - self._since > _ON_THE_WAY_SECONDS:
+            self._lately, self._before, self._since = set(), self._lately, time.monotonic()
+        self._lately.update(row.target_id for row in rows)
+
+    def __contains__(self, row: Row) -> bool:
+        return row.target_id in self._lately or row.target_id in self._before
+
+
+_unmarked = Unmarked()
+_claimed = Claimed()
 
 
 def drain(
@@ -161,14 +111,27 @@ def drain(
             pending.clear()
         if not due:
             break
+        _claimed.add(due)
         rows = _needed(due, lease, began)
-        taken, away = _publish_all(publish, lease, rows, now, batch, pending)
-        published += taken
-        if away or len(due) < BATCH:
+        became = publishing.publish_all(publish, rows, batch)
+        pending.add(became.taken)
+        published += len(became.taken)
+        done = {row.id for row in (*became.taken, *(row for row, _ in became.refused))}
+        _give_back(lease, became.refused, [row.id for row in rows if row.id not in done], now())
+        if became.away or len(due) < BATCH:
             break
     if unmarked is None:
         _mark(pending, now())
     return published
+
+
+def pass_on(publish: Publish, handed: list[Row], batch: Batch, unmarked: Unmarked) -> tuple[int, bool]:
+    """Publishes what was handed over; returns how many rows the broker took, and whether a claim must see to others.
+    Nothing was claimed, so those are in the outbox as before."""
+    rows = [row for row in handed if row not in _claimed]
+    became = publishing.publish_all(publish, rows, batch)
+    unmarked.add(became.taken)
+    return len(became.taken), len(became.taken) < len(rows)
 
 
 def _needed(due: list[Row], lease: str, now: datetime) -> list[Row]:
@@ -181,48 +144,10 @@ def _needed(due: list[Row], lease: str, now: datetime) -> list[Row]:
 
 
 def _mark(unmarked: Unmarked, now: datetime) -> None:
-    if unmarked.ids:
+    if unmarked.rows:
         with db.transaction() as tx:
             unmarked.mark(tx, now)
         unmarked.clear()
-
-
-def _publish_all(
-    publish: Publish, lease: str, rows: list[Row], now: Callable[[], datetime], batch: Batch, unmarked: Unmarked,
-) -> tuple[int, bool]:
-    messages: list[list[Row]] = []
-    refused: list[tuple[Row, str]] = []
-    away = False
-    try:
-        with batch():
-            for message in sharing.messages(rows):
-                if (why := _refusal(publish, message)) is None:
-                    messages.append(message)
-                else:  # the message's own fault: it must not hold up the rows behind it
-                    refused.extend((row, why) for row in message)
-    except _AWAY as error:
-        log.warning("the broker is away", extra={"error": f"{type(error).__name__}: {error}"})
-        away = True
-        if isinstance(error, BatchPublishError):
-            messages = []  # perhaps they have arrived: a repeated message is harmless
-    for task, number in Counter(message[0].task for message in messages).items():
-        metrics.published(task, number)
-    taken = list(itertools.chain.from_iterable(messages))
-    if taken:
-        unmarked.add(lease, [row.id for row in taken])
-    done = {row.id for row in (*taken, *(row for row, _ in refused))}
-    _give_back(lease, refused, [row.id for row in rows if row.id not in done], now())
-    return len(taken), away
-
-
-def _refusal(publish: Publish, message: list[Row]) -> str | None:
-    try:
-        publish(*message)
-    except _AWAY:
-        raise
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return None
 
 
 def _give_back(lease: str, refused: list[tuple[Row, str]], left: list[int], now: datetime) -> None:
@@ -240,22 +165,43 @@ def _give_back(lease: str, refused: list[tuple[Row, str]], left: list[int], now:
 
 @celery.task("tasks.relay_outbox")
 def relay_outbox() -> None:
-    """One tick: drains, then again at each wake token until the next tick's relay listens."""
+    """One tick: drains, then does what wake tokens say until the next tick's relay listens."""
     if not _at_once.acquire(blocking=False):
         return
-    unmarked = Unmarked()
     try:
         interval = settings().relay_interval_seconds
         until = time.monotonic() + interval + min(_OVERLAP_SECONDS, interval / 2)
+        published = _work([[]])
         while True:
-            published = drain(publish, batch=in_one_go, unmarked=unmarked)
-            presence.relay_ran(clock.now())
             if published > 1 and time.monotonic() < until:
                 time.sleep(_GATHER_SECONDS)
-            elif not status.wait_for_wake(min(_MARK_SECONDS, until - time.monotonic())):
-                _mark(unmarked, clock.now())
-                if not status.wait_for_wake(until - time.monotonic()):
-                    return
+                tokens = waking.take()
+            else:
+                tokens = waking.wait(min(_MARK_SECONDS, until - time.monotonic()))
+            if not tokens:
+                _mark_all()
+                tokens = waking.wait(until - time.monotonic())
+            if not tokens:
+                return
+            published = _work(tokens)
     finally:
         _at_once.release()
-        _mark(unmarked, clock.now())
+        _mark_all()
+
+
+def _work(tokens: list[list[Row]]) -> int:
+    """What these tokens ask for; returns how many rows the broker took."""
+    published, claims = 0, not all(tokens)
+    with _working:
+        if handed := [row for rows in tokens for row in rows]:
+            published, left = pass_on(publishing.publish, handed, publishing.in_one_go, _unmarked)
+            claims = claims or left
+        if claims:
+            published += drain(publishing.publish, batch=publishing.in_one_go, unmarked=_unmarked)
+            presence.relay_ran(clock.now())
+    return published
+
+
+def _mark_all() -> None:
+    with _working:
+        _mark(_unmarked, clock.now())

@@ -9,7 +9,10 @@ from datetime import datetime, timedelta
 from redis.exceptions import RedisError
 from sqlalchemy import Connection
 
-from app import backoff, circuits, clock, db, deliveries, jobs, metrics, outbox, presence, slices, states, status, turns
+from app import (
+    backoff, circuits, clock, db, deliveries, jobs, metrics, outbox, presence, slices, states, status, turns,
+    waking,
+)
 from app.config import settings
 from app.deliveries import Attempt, Delivery
 from app.jobs import Job
@@ -48,7 +51,7 @@ def run_once(now: datetime, free_since: dict[str, datetime], spare_jobs: bool = 
     rescued = 0 if spare_jobs else _rescue_jobs(now)
     rescued += _rescue_deliveries(now) + _give_up(now) + _stage_overlooked(now) + _republish_lost(now, free_since)
     if rescued:
-        status.wake_relay()
+        waking.relay()
     return rescued
 
 

@@ -16,7 +16,7 @@ from celery import signals
 from sqlalchemy import Connection
 from sqlalchemy.exc import DBAPIError
 
-from app import at_once, clock, db, jobs, kinds, logs, metrics, outbox, states, status
+from app import at_once, clock, db, jobs, kinds, logs, metrics, outbox, states, status, waking
 from app.config import settings
 from app.deliveries import Delivery
 from app.jobs import Job
@@ -156,7 +156,7 @@ def separate(job_ids: Sequence[str], now: datetime) -> list[str]:
         held = at_once.hold_first(tx, job_ids)
         published = outbox.settle_all(tx, states.RUN_JOB, [job.id for job in held])
         _stage_again(tx, held, published, now, share=False)
-    status.wake_relay()
+    waking.relay()
     return [job.id for job in held]
 
 

@@ -24,7 +24,7 @@ from werkzeug.test import TestResponse
 from app import db, kinds
 from app.api import create_app
 from app.kinds import Kind
-from tasks import deliver_webhook, egress, going_on, relay_outbox, run_job
+from tasks import deliver_webhook, egress, going_on, publishing, relay_outbox, run_job
 
 KEY = "the client's"
 
@@ -57,7 +57,7 @@ def _submit(flow: Flow, target: str, reached: Reached) -> None:
 
 
 def _relay(flow: Flow, target: str, reached: Reached) -> None:
-    assert relay_outbox.drain(_between("publish", relay_outbox.publish, reached)) == 1
+    assert relay_outbox.drain(_between("publish", publishing.publish, reached)) == 1
 
 
 def _run(flow: Flow, target: str, reached: Reached) -> None:

@@ -15,7 +15,7 @@ from celery.exceptions import SoftTimeLimitExceeded
 from flask.testing import FlaskClient
 from sqlalchemy.exc import OperationalError
 
-from app import clock, db, jobs, kinds, outbox, redis_client, status
+from app import clock, db, jobs, kinds, outbox, redis_client, waking
 from app.api import create_app
 from tasks import attempt, celery, interrupting, prune_expired, relay_outbox, rescue_stalled, run_job
 from tests.asking import a_checked_kind, all_at_once, another, cancel, deliver_all, nothing_is_wrong, problem
@@ -43,7 +43,7 @@ def ended_cancelled(api: FlaskClient, world: World, job_id: str, attempts: int |
 
 def test_a_queued_job_ends_at_once_and_tells_so(api: FlaskClient, world: World, receiver: Receiver) -> None:
     job_id = submit(api, n=5, callback_url=receiver.url)
-    world.redis.delete(status.WAKE_KEY)
+    world.redis.delete(waking.KEY)
     answer = cancel(api, job_id)
     assert answer.status_code == 200 and "Retry-After" not in answer.headers
     assert answer.headers["Cache-Control"] == "no-store" and answer.content_type == "application/json"
@@ -52,7 +52,7 @@ def test_a_queued_job_ends_at_once_and_tells_so(api: FlaskClient, world: World, 
     assert job["callback"].keys() == {"status", "attempts", "next_attempt_at"}
     assert api.get(f"/jobs/{job_id}").json == job
     assert world.redis.hget(f"job:{job_id}", "status") == "failed"
-    assert world.redis.llen(status.WAKE_KEY) == 1  # the callback goes at once
+    assert world.redis.llen(waking.KEY) == 1  # the callback goes at once
     assert deliver_all() == []
     (hook,) = receiver.hooks
     told = json.loads(hook.body)

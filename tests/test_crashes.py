@@ -13,7 +13,7 @@ import pytest
 from flask.testing import FlaskClient
 
 from app import kinds, presence
-from tasks import deliver_webhook, relay_outbox, rescue_stalled, run_job
+from tasks import deliver_webhook, publishing, relay_outbox, rescue_stalled, run_job
 from tests import crashing
 from tests.conftest import World
 from tests.crashing import Flow
@@ -144,7 +144,7 @@ def recover(house: House) -> None:
         presence.give_sign_of_life("worker", "w@h", ["q:jobs2"], 1)
         presence.give_sign_of_life("courier", "c@h", ["relay", "callbacks"], 4)
         rescue_stalled.run_once(moment, memory)
-        relay_outbox.drain(relay_outbox.publish, now=lambda: moment)
+        relay_outbox.drain(publishing.publish, now=lambda: moment)
         for message in house.take():
             consume(message, moment)
         if left(house) == dict.fromkeys(UNFINISHED, 0):

@@ -15,7 +15,7 @@ from pysqlite3 import dbapi2
 from redis.exceptions import ConnectionError as RedisAway
 from sqlalchemy import text
 
-from app import clock, db, doctor, invariants, jobs, presence, redis_client, status
+from app import clock, db, doctor, invariants, jobs, presence, redis_client, status, waking
 from tasks import run_job
 from tests import patients
 from tests.conftest import World
@@ -85,7 +85,7 @@ def test_a_mend_wakes_the_relay(api: FlaskClient, world: World) -> None:
     patients.the_row_of_a_job_is_gone(api, world)
     world.redis.flushall()
     doctor.mend(examine())
-    assert world.redis.llen(status.WAKE_KEY) == 1
+    assert world.redis.llen(waking.KEY) == 1
 
 
 # --- what passes by in a system that works ---

@@ -16,7 +16,7 @@ from flask.testing import FlaskClient
 from sqlalchemy import event
 
 from app import clock, db, jobs, kinds, outbox, presence, states
-from tasks import relay_outbox, rescue_stalled, run_in_turn, run_job, sharing
+from tasks import publishing, relay_outbox, rescue_stalled, run_in_turn, run_job, sharing
 from tests.asking import all_at_once, another, cancel, nothing_is_wrong
 from tests.conftest import World, one_database
 from tests.crashing import _processes
@@ -101,7 +101,7 @@ def test_the_message_carries_ids_and_its_kinds_limit_from_the_last_start(
     monkeypatch.setattr(sharing, "MOST_SECONDS", 0.25)
     assert run_job.run_once(submit(api, n=5)) is not None
     ids = [submit(api, n=5) for _ in range(2)]
-    relay_outbox.drain(relay_outbox.publish, batch=relay_outbox.in_one_go)
+    relay_outbox.drain(publishing.publish, batch=publishing.in_one_go)
     (message,) = (json.loads(text) for text in world.redis.lrange("q:jobs2", 0, -1))
     assert message["headers"]["task"] == "tasks.run_in_turn" and message["headers"]["timelimit"] == [310.25, 300.25]
     assert message["headers"]["argsrepr"] == repr([ids])

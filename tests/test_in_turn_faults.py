@@ -15,7 +15,7 @@ from flask.testing import FlaskClient
 from sqlalchemy import Connection, text
 from sqlalchemy.exc import OperationalError
 
-from app import clock, db, jobs, kinds, metrics, outlook, status
+from app import clock, db, jobs, kinds, metrics, outbox, outlook, status
 from app.jobs import Job
 from tasks import relay_outbox, run_in_turn, run_job, run_together
 from tests.asking import cancel
@@ -193,12 +193,11 @@ def test_a_run_is_what_the_function_took(api: FlaskClient, world: World) -> None
 @on_postgresql
 def test_marks_of_several_leases_are_made_in_one_order(api: FlaskClient, world: World, acting: Any) -> None:
     acting("well", "well")
-    low, high = sorted(row[0] for row in world.sql("SELECT id FROM outbox"))
+    with db.transaction() as tx:
+        claimed = [outbox.claim(tx, lease, clock.now(), later(15), 1)[0] for lease in ("first", "second")]
+    low, high = sorted(row.id for row in claimed)
     unmarked = relay_outbox.Unmarked()
-    for lease, row_id in (("first", high), ("second", low)):
-        world.sql("UPDATE outbox SET state = 'leased', lease = :lease, leased_until = :until WHERE id = :id",
-                  lease=lease, until=later(15), id=row_id)
-        unmarked.add(lease, [row_id])
+    unmarked.add(claimed[::-1])
     with db.engine().connect() as other:
         other.execute(text("SELECT 1 FROM outbox WHERE id = :id FOR UPDATE"), {"id": low})
         marking = threading.Thread(target=_mark, args=(unmarked,))

@@ -62,7 +62,7 @@ def test_a_claim_that_waits_for_the_relay_settles_its_row(api: FlaskClient, worl
     with db.transaction() as tx:
         (row,) = outbox.claim(tx, "relay", clock.now(), later(15), 9)
     with db.transaction() as tx:
-        assert outbox.mark_published(tx, ["relay"], [row.id], clock.now()) == 1
+        assert outbox.mark_published(tx, [row], clock.now()) == 1
         with meanwhile(world, lambda: run_job.claim(job_id, clock.now(), first)) as outcome:
             tx.commit()
     assert (outcome[0].status, outcome[0].attempt, outcome[0].published_at) == ("running", 1, row.available_at)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from flask.testing import FlaskClient
 
-from app import clock, db, deliveries, jobs, outbox, redis_client, retention, schema, status
+from app import clock, db, deliveries, jobs, outbox, redis_client, retention, schema, status, waking
 from app.api import create_app
 from tasks import deliver_webhook, prune_expired, rescue_stalled, run_job
 from tasks.egress import Answer
@@ -57,7 +57,7 @@ def test_after_the_end_of_a_round_there_is_one_more(
     before = api.get(f"/jobs/{job_id}").json
     world.set(CALLBACK_ALLOW=allowed)
     receiver.respond = None
-    world.redis.delete(status.WAKE_KEY)
+    world.redis.delete(waking.KEY)
 
     answer = redeliver(api, job_id)
     assert (answer.status_code, answer.headers["Location"]) == (202, f"/jobs/{job_id}/deliveries")
@@ -65,7 +65,7 @@ def test_after_the_end_of_a_round_there_is_one_more(
     shown = answer.json["callback"]
     assert answer.json == {"job_id": job_id, "callback": shown}
     assert (shown.pop("status"), shown.pop("attempts"), *shown) == ("pending", 0, "next_attempt_at")
-    assert callback(api, job_id)["status"] == "pending" and world.redis.llen(status.WAKE_KEY) == 1
+    assert callback(api, job_id)["status"] == "pending" and world.redis.llen(waking.KEY) == 1
     assert deliver_all() == []
 
     first, second = tries(api, job_id)

@@ -16,7 +16,7 @@ import pytest
 from flask.testing import FlaskClient
 from sqlalchemy import select
 
-from app import clock, db, deliveries, interventions, jobs, redeliver, redis_client, rounds, schema, status, turns
+from app import clock, db, deliveries, interventions, jobs, redeliver, redis_client, rounds, schema, turns, waking
 from app.rounds import Range
 from tasks import prune_expired, run_job
 from tests import receiver as receivers
@@ -165,10 +165,10 @@ def test_new_rounds_do_not_begin_all_at_once(
 ) -> None:
     """One in each ten seconds; nothing wakes the relay for what is not due."""
     end(api, receiver, *[400] * 6)
-    world.redis.delete(status.WAKE_KEY)
+    world.redis.delete(waking.KEY)
     began = clock.now()
     assert command("--since 1h --per-second 0.1 --yes")[0] == 0
-    assert world.redis.llen(status.WAKE_KEY) == 0 and relay() == []
+    assert world.redis.llen(waking.KEY) == 0 and relay() == []
     with db.reading() as view:
         due = sorted(view.execute(select(schema.deliveries.c.next_attempt_at).where(
             schema.deliveries.c.state == "pending")).scalars())

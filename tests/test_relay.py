@@ -11,9 +11,9 @@ import pytest
 from flask.testing import FlaskClient
 from kombu.exceptions import OperationalError as BrokerAway
 
-from app import clock, db, jobs, outbox, presence, status
+from app import clock, db, jobs, outbox, presence, waking
 from app.outbox import Row
-from tasks import celery, relay_outbox, rescue_stalled, run_job
+from tasks import celery, publishing, relay_outbox, rescue_stalled, run_job
 from tests.conftest import World, one_database
 from tests.running import Broker, Crash, a_kind, die_in_mid_job, later, relay, submit
 from tests.servers import wait_until
@@ -23,7 +23,7 @@ def test_one_submission_is_one_message_on_its_queue(api: FlaskClient, world: Wor
     job_id = api.post("/jobs", json={"n": 5}, headers={"Idempotency-Key": "k"}).json["job_id"]
     api.post("/jobs", json={"n": 5}, headers={"Idempotency-Key": "k"})
     for _ in range(3):
-        relay_outbox.drain(relay_outbox.publish)
+        relay_outbox.drain(publishing.publish)
     assert world.redis.llen("q:jobs2") == 1
     message = json.loads(world.redis.lindex("q:jobs2", 0))
     assert message["headers"]["task"] == "tasks.run_job"
@@ -38,15 +38,15 @@ def test_what_the_broker_took_is_marked_with_a_later_claim(
     monkeypatch.setattr(relay_outbox, "_MARK_SECONDS", 60)
     unmarked = relay_outbox.Unmarked()
     first, second, third = (submit(api, n=number) for number in range(3))
-    relay_outbox.drain(relay_outbox.publish, unmarked=unmarked)
+    relay_outbox.drain(publishing.publish, unmarked=unmarked)
     assert world.count("outbox", "state = 'leased'") == 3 and world.redis.llen("q:jobs2") == 3
     run_job.run_once(first)  # whoever claims it does not wait for that
     fourth = submit(api, n=4)
-    assert relay_outbox.drain(relay_outbox.publish, unmarked=unmarked) == 1
+    assert relay_outbox.drain(publishing.publish, unmarked=unmarked) == 1
     assert world.count("outbox", "state = 'leased'") == 3
     monkeypatch.setattr(relay_outbox, "_MARK_SECONDS", 0)
     fifth = submit(api, n=5)
-    assert relay_outbox.drain(relay_outbox.publish, unmarked=unmarked) == 1
+    assert relay_outbox.drain(publishing.publish, unmarked=unmarked) == 1
     assert dict(world.sql("SELECT target_id, state FROM outbox")) == {
         second: "published", third: "published", fourth: "published", fifth: "leased"}
 
@@ -60,7 +60,7 @@ def test_a_relay_that_ends_leaves_nothing_unmarked(
         relay_outbox.relay_outbox()
     assert world.count("outbox", "state = 'published'") == 3
     submit(api, n=3)
-    monkeypatch.setattr(status, "wait_for_wake", die_in_mid_job)
+    monkeypatch.setattr(waking, "wait", die_in_mid_job)
     with pytest.raises(BaseException):
         relay_outbox.relay_outbox()
     assert world.count("outbox", "state = 'published'") == 4
@@ -72,7 +72,7 @@ def test_a_message_carries_ids_only(api: FlaskClient, world: World) -> None:
     for path, body in (("/notes", {"text": "CANARY1"}), ("/jobs", {"n": 987654})):
         run_job.run_once(api.post(path, json={**body, "callback_url": url}).json["job_id"])
         api.post(path, json={**body, "callback_url": url})
-    relay_outbox.drain(relay_outbox.publish)
+    relay_outbox.drain(publishing.publish)
     kept = "".join(world.redis.lrange("q:jobs2", 0, -1) + world.redis.lrange("callbacks", 0, -1))
     assert world.redis.llen("q:jobs2") == 2 and world.redis.llen("callbacks") == 2
     for secret in ("CANARY", "987654", "127.0.0.1:9"):
@@ -82,7 +82,7 @@ def test_a_message_carries_ids_only(api: FlaskClient, world: World) -> None:
 def test_the_kinds_limits_travel_with_the_message(api: FlaskClient, world: World) -> None:
     with a_kind(lambda input, job: None, time_limit=7, queue="q:slow") as kind:
         submit(api, kind)
-        relay_outbox.drain(relay_outbox.publish)
+        relay_outbox.drain(publishing.publish)
     assert json.loads(world.redis.lindex("q:slow", 0))["headers"]["timelimit"] == [17.0, 7.0]
 
 
@@ -147,8 +147,8 @@ def test_a_relay_that_was_frozen_marks_nothing_that_another_has(api: FlaskClient
         first = outbox.claim(tx, "first", now, now + timedelta(seconds=1), 10)
         second = outbox.claim(tx, "second", later(2), later(20), 10)
         assert [row.id for row in first] == [row.id for row in second]
-        assert outbox.mark_published(tx, ["first"], [first[0].id], now) == 0
-        assert outbox.mark_published(tx, ["second"], [first[0].id], now) == 1
+        assert outbox.mark_published(tx, first, now) == 0
+        assert outbox.mark_published(tx, second, now) == 1
 
 
 @pytest.mark.parametrize("error", [BrokerAway("refused"), ConnectionError("reset"), OSError("unreachable"),
@@ -210,14 +210,14 @@ def test_a_submission_wakes_a_waiting_relay(api: FlaskClient, world: World) -> N
     woken = []
 
     def wait() -> None:
-        woken.append((status.wait_for_wake(20), time.monotonic()))
+        woken.append((waking.wait(20), time.monotonic()))
 
     thread = threading.Thread(target=wait)
     thread.start()
     submitted = time.monotonic()
-    submit(api, n=5)
+    job_id = submit(api, n=5)
     thread.join()
-    assert woken[0][0] is True and woken[0][1] - submitted < 10
+    assert [[row.target_id for row in rows] for rows in woken[0][0]] == [[job_id]] and woken[0][1] - submitted < 10
 
 
 # --- lost messages ---
@@ -392,7 +392,7 @@ def test_a_tick_listens_until_the_next_one_does(world: World, monkeypatch: pytes
     """The next one comes an interval later, or a little more."""
     waited: list[float] = []
     monkeypatch.setattr(relay_outbox, "drain", lambda *_, **__: 0)
-    monkeypatch.setattr(status, "wait_for_wake", lambda seconds: waited.append(seconds))
+    monkeypatch.setattr(waking, "wait", lambda seconds: waited.append(seconds))
     monkeypatch.setattr(time, "monotonic", lambda: 1000.0)
     for interval in (0.1, 1, 60):
         world.set(RELAY_INTERVAL_SECONDS=interval)

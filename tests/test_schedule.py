@@ -12,7 +12,7 @@ from flask.testing import FlaskClient
 
 from app import backoff, clock, config, db, deliveries
 from app.deliveries import Attempt, Delivery
-from tasks import deliver_webhook, prune_expired, relay_outbox, rescue_stalled, run_job
+from tasks import deliver_webhook, prune_expired, publishing, relay_outbox, rescue_stalled, run_job
 from tasks.egress import Answer
 from tests import receiver as receivers
 from tests.conftest import World, one_database
@@ -97,9 +97,9 @@ def test_nothing_of_a_wait_is_in_the_broker(api: FlaskClient, world: World, rece
     delivery = attempt_at(finish(api, receiver.url), clock.now())
     world.redis.flushall()
     due = delivery.next_attempt_at
-    assert due is not None and relay_outbox.drain(relay_outbox.publish, now=lambda: due - timedelta(seconds=1)) == 0
+    assert due is not None and relay_outbox.drain(publishing.publish, now=lambda: due - timedelta(seconds=1)) == 0
     assert not [name for name in world.redis.scan_iter() if not name.startswith(("job:", "outbox:"))]
-    assert relay_outbox.drain(relay_outbox.publish, now=lambda: due) == 1
+    assert relay_outbox.drain(publishing.publish, now=lambda: due) == 1
     (raw,) = world.redis.lrange("callbacks", 0, -1)
     headers = json.loads(raw)["headers"]
     assert headers["task"] == "tasks.deliver_webhook" and headers["argsrepr"] == f"[{delivery.id!r}]"

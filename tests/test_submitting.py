@@ -45,12 +45,6 @@ def test_a_submission_shows_its_hash_with_a_time_to_live(api: FlaskClient, world
     assert 0 < world.redis.pttl(f"job:{job_id}") <= 10_000
 
 
-def test_a_submission_leaves_one_wake_token_however_many_there_are(api: FlaskClient, world: World) -> None:
-    for _ in range(3):
-        api.post("/jobs", json={"n": 5})
-    assert world.redis.llen("outbox:wake") == 1
-
-
 def test_a_note_is_accepted_with_its_job(api: FlaskClient, world: World) -> None:
     answer = api.post("/notes", json={"text": "é\u2028"})
     job_id = answer.json["job_id"]

@@ -15,7 +15,7 @@ from flask.testing import FlaskClient
 from pydantic import BaseModel
 
 from app import at_once, clock, db, jobs, kinds, notes, outbox, presence, states
-from tasks import relay_outbox, rescue_stalled, run_job, run_together, sharing
+from tasks import publishing, relay_outbox, rescue_stalled, run_job, run_together, sharing
 from tests.asking import all_at_once, another, cancel, nothing_is_wrong
 from tests.conftest import World, one_database
 from tests.crashing import _processes
@@ -58,7 +58,7 @@ def test_notes_share_messages_of_a_bounded_size(api: FlaskClient, world: World) 
 @one_database
 def test_the_shared_message_carries_ids_and_the_limits_of_its_kind(api: FlaskClient, world: World) -> None:
     ids, alone = submit_notes(api, 3), submit(api, n=5)
-    relay_outbox.drain(relay_outbox.publish, batch=relay_outbox.in_one_go)
+    relay_outbox.drain(publishing.publish, batch=publishing.in_one_go)
     first, second = (json.loads(text) for text in reversed(world.redis.lrange("q:jobs2", 0, -1)))
     assert [first["headers"]["task"], second["headers"]["task"]] == ["tasks.run_together", "tasks.run_job"]
     assert first["headers"]["timelimit"] == [70.0, 60.0] and alone in second["headers"]["argsrepr"]
@@ -285,19 +285,19 @@ def test_relays_that_mark_and_workers_that_settle_do_not_wait_for_each_other(api
 @one_database
 def test_a_batch_that_redis_refuses_is_published_later_and_nothing_is_parked(api: FlaskClient, world: World) -> None:
     ids = [submit(api, n=5)]
-    assert relay_outbox.drain(relay_outbox.publish, batch=relay_outbox.in_one_go) == 1  # the queue is known from now on
+    assert relay_outbox.drain(publishing.publish, batch=publishing.in_one_go) == 1  # the queue is known from now on
     world.redis.delete("q:jobs2")
     ids += [submit(api, n=5) for _ in range(2)]
     world.redis.config_set("maxmemory", 1)
     try:
-        assert relay_outbox.drain(relay_outbox.publish, batch=relay_outbox.in_one_go) == 0
+        assert relay_outbox.drain(publishing.publish, batch=publishing.in_one_go) == 0
     finally:
         world.redis.config_set("maxmemory", 0)
     assert world.redis.llen("q:jobs2") == 0
     assert world.sql("SELECT state, count(*), max(failures) FROM outbox GROUP BY state ORDER BY state") == [
         ("published", 1, 0), ("waiting", 2, 0)]
     soon = later(relay_outbox.AWAY_SECONDS + 1)
-    assert relay_outbox.drain(relay_outbox.publish, now=lambda: soon, batch=relay_outbox.in_one_go) == 2
+    assert relay_outbox.drain(publishing.publish, now=lambda: soon, batch=publishing.in_one_go) == 2
     assert [json.loads(text)["headers"]["argsrepr"] for text in reversed(world.redis.lrange("q:jobs2", 0, -1))] == [
         f"[{job_id!r}]" for job_id in ids[1:]]
 
@@ -307,9 +307,9 @@ def test_a_row_that_cannot_be_published_leaves_the_rest_of_its_batch(api: FlaskC
     bad, good = submit(api, n=5), submit(api, n=6)
 
     def publish(row: outbox.Row) -> None:
-        relay_outbox.publish(row if row.target_id == good else outbox.Row(**{**vars(row), "target_id": object()}))
+        publishing.publish(row if row.target_id == good else outbox.Row(**{**vars(row), "target_id": object()}))
 
-    assert relay_outbox.drain(publish, batch=relay_outbox.in_one_go) == 1
+    assert relay_outbox.drain(publish, batch=publishing.in_one_go) == 1
     assert world.redis.llen("q:jobs2") == 1 and good in world.redis.lindex("q:jobs2", 0)
     assert world.sql("SELECT state, failures FROM outbox WHERE target_id = :bad", bad=bad) == [("waiting", 1)]
 
