@@ -29,7 +29,11 @@ from tests.running import finish
 OK = b"HTTP/1.1 200 OK\r\n"
 HINTS = b"HTTP/1.1 103 Early Hints\r\nLink: </style.css>; rel=preload\r\n\r\n"
 CHUNKED = OK + b"Transfer-Encoding: chunked\r\n\r\n"
-LATE = "no whole answer within 1 s"
+# Of attempts that only their deadline ends. The status line of some must come before it, on whatever machine.
+IMPATIENT = 2.0
+PATIENT = 30.0  # of all others: however slow the machine is, what they must find out comes sooner
+ENOUGH = 15.0  # for an attempt that IMPATIENT ends; what makes it wait goes on for longer
+LATE = f"no whole answer within {IMPATIENT:g} s"
 UNHEARD = "closed without an answer"
 BROKE_OFF = "answer broke off"
 GARBAGE = "not HTTP"
@@ -149,21 +153,29 @@ def let_names_be_unknown(monkeypatch: Any) -> None:
     monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
 
 
+def patience(reason: str | None) -> float:
+    """The timeout of the attempt that must leave this reason."""
+    return IMPATIENT if reason == LATE else PATIENT
+
+
 @one_database
 def test_however_a_receiver_misbehaves_the_attempt_ends_in_time_and_says_why(
     api: FlaskClient, world: World, tmp_path: Path, monkeypatch: Any,
 ) -> None:
     let_names_be_unknown(monkeypatch)
     known = finish(api, f"http://{PUBLIC}/")
-    world.set(CALLBACK_ALLOW="127.0.0.0/8", CALLBACK_TIMEOUT_SECONDS=1, COURIER_CONCURRENCY=200)
+    world.set(CALLBACK_ALLOW="127.0.0.0/8", COURIER_CONCURRENCY=200)
     with receivers_of_every_sort(tmp_path) as sorts:
         made = {another_delivery(world, known, url): name for name, (url, _, _) in sorts.items()}
-        all_at_once([lambda each=each: deliver_webhook.run_once(each) for each in made])
+        for timeout in (IMPATIENT, PATIENT):
+            world.set(CALLBACK_TIMEOUT_SECONDS=timeout)
+            all_at_once([lambda each=each: deliver_webhook.run_once(each) for each, name in made.items()
+                         if patience(sorts[name][2]) == timeout])
     rows = world.sql("SELECT delivery_id, response_code, error, duration_seconds FROM delivery_attempts")
     assert {made[row[0]]: (row[1], row[2]) for row in rows} == {
         name: (code, reason) for name, (_, code, reason) in sorts.items()}
     assert [row for row in rows if row[2] and not is_readable(row[2])] == []
-    assert [row for row in rows if row[3] > 6] == []  # a second, and what the machine needs for all at once
+    assert [row for row in rows if row[3] > (ENOUGH if row[2] == LATE else PATIENT)] == []
     states = dict(world.sql("SELECT id, state FROM deliveries"))
     for each, name in made.items():
         assert states[each] == ("delivered" if sorts[name][1] == 200 else "pending"), name
@@ -195,7 +207,7 @@ before = peak()
 times = all_at_once([lambda url=url: post(url) for url in sys.argv[2:]])
 after = peak()
 egress.forget(), gc.collect()  # what is kept for the next callbacks to the same receivers
-deadline = time.monotonic() + 5
+deadline = time.monotonic() + 30
 while time.monotonic() < deadline and {t.name.split("_")[0] for t in threading.enumerate()} - {"MainThread", "lookup"}:
     time.sleep(0.01)
 print(json.dumps({
@@ -209,11 +221,11 @@ def test_misbehaviour_costs_little_memory_and_leaves_no_socket_or_thread(tmp_pat
     with receivers_of_every_sort(tmp_path) as sorts:
         urls = [url for url, _, _ in sorts.values() if "invalid" not in url]
         done = subprocess.run(
-            [sys.executable, "-c", MEASURE, sorts["nobody"][0], *urls], capture_output=True, text=True, timeout=60,
+            [sys.executable, "-c", MEASURE, sorts["nobody"][0], *urls], capture_output=True, text=True, timeout=120,
             env={"ENV_FILE": "", "CALLBACK_ALLOW": "127.0.0.0/8", "PATH": "/usr/bin:/bin"})
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    assert found["megabytes"] < 50 and found["longest"] < 6, found
+    assert found["megabytes"] < 50 and found["longest"] < ENOUGH, found
     assert (found["sockets"], found["threads"]) == ([], []), found
 
 
@@ -223,7 +235,7 @@ def test_no_more_than_64_kib_of_an_answer_are_read_and_nothing_is_unpacked(world
     for play in (says(bomb(1000)), endless(CHUNKED, b"10000\r\n" + b"x" * 65536 + b"\r\n"),
                  endless(CHUNKED + b"-1\r\n", b"x" * 65536)):
         with misbehaving.server(play) as port:
-            answer = egress.post(f"http://127.0.0.1:{port}/", b"{}", {}, 10.0)
+            answer = egress.post(f"http://127.0.0.1:{port}/", b"{}", {}, PATIENT)
         assert answer.code == 200 and len(answer.excerpt) == egress.MAX_ANSWER_BYTES
         assert answer.excerpt.startswith((b"\x1f\x8b", b"x"))
     assert egress.MAX_ANSWER_BYTES == 65536
@@ -235,8 +247,8 @@ def test_a_receiver_that_never_reads_ends_the_sending(world: World) -> None:
     with misbehaving.server(misbehaving.never_reads) as port:
         began = time.monotonic()
         with pytest.raises(Unanswered, match=f"^{LATE}$"):
-            egress.post(f"http://127.0.0.1:{port}/", bytes(64 << 20), {}, 1.0)
-    assert time.monotonic() - began < 6
+            egress.post(f"http://127.0.0.1:{port}/", bytes(64 << 20), {}, IMPATIENT)
+    assert time.monotonic() - began < ENOUGH
 
 
 @one_database
@@ -249,14 +261,14 @@ def test_a_kept_connection_is_watched_too(world: World, receiver: Receiver) -> N
             receivers.status(204)(handler, count)
         else:
             with contextlib.suppress(OSError):
-                misbehaving.drip_on(handler.connection, OK * 3, threading.Event())
+                misbehaving.drip_on(handler.connection, OK * 9, threading.Event())
 
     receiver.respond = respond
-    assert egress.post(receiver.url, b"{}", {}, 5.0).code == 204
+    assert egress.post(receiver.url, b"{}", {}, PATIENT).code == 204
     began = time.monotonic()
     with pytest.raises(Unanswered, match=f"^{LATE}$"):
-        egress.post(receiver.url, b"{}", {}, 1.0)
-    assert time.monotonic() - began < 4 and len(clients) == 1
+        egress.post(receiver.url, b"{}", {}, IMPATIENT)
+    assert time.monotonic() - began < ENOUGH and len(clients) == 1
 
 
 @one_database
@@ -269,7 +281,8 @@ def test_an_answer_that_follows_an_interim_one_is_not_the_next_requests(world: W
         receivers.status(200 if count == 1 else 503)(handler, count)
 
     receiver.respond = respond
-    assert [egress.post(receiver.url, b"{}", {}, 5.0).code for _ in range(3)] == [200, 503, 503] and len(clients) == 1
+    assert [egress.post(receiver.url, b"{}", {}, PATIENT).code for _ in range(3)] == [200, 503, 503]
+    assert len(clients) == 1
 
 
 # --- certificates that would be trusted, were they right ---
@@ -289,10 +302,10 @@ def test_a_certificate_must_be_valid_and_the_receivers(
     with misbehaving.server(over_tls(file, says(OK, b"Content-Length: 0\r\n\r\n"))) as port, trusted(file):
         url = f"https://127.0.0.1:{port}/"
         if reason is None:
-            assert egress.post(url, b"{}", {}, 5.0).code == 200
+            assert egress.post(url, b"{}", {}, PATIENT).code == 200
         else:
             with pytest.raises(Unanswered, match=f"^{reason}$"):
-                egress.post(url, b"{}", {}, 5.0)
+                egress.post(url, b"{}", {}, PATIENT)
 
 
 @one_database
@@ -302,7 +315,7 @@ def test_an_answer_within_tls_that_breaks_off_is_told_so(world: World, tmp_path:
     for play, reason in ((says(OK, b"Content-Length: 99\r\n\r\n."), BROKE_OFF), (drip(OK * 9), LATE)):
         with misbehaving.server(over_tls(file, play)) as port, trusted(file):
             with pytest.raises(Unanswered, match=f"^{reason}$"):
-                egress.post(f"https://127.0.0.1:{port}/", b"{}", {}, 1.0)
+                egress.post(f"https://127.0.0.1:{port}/", b"{}", {}, patience(reason))
 
 
 # --- name servers ---
@@ -327,17 +340,19 @@ def test_a_name_server_that_does_not_answer_holds_up_nobody(
     monkeypatch.setattr(addresses, "LOOKUP_SECONDS", 0.5)
     monkeypatch.setattr(addresses, "_LOOKUPS_AT_ONCE", 2)
     addresses._lookups.cache_clear()
-    world.set(CALLBACK_TIMEOUT_SECONDS=1)
     try:
         with receivers.receiver() as told:
             world.set(CALLBACK_ALLOW=f"127.0.0.1:{told.port}")
             began = time.monotonic()
             url = "http://stalled.example/"
             assert api.post("/jobs", json={"n": 5, "callback_url": url}).status_code == 202
+            monkeypatch.setattr(addresses, "LOOKUP_SECONDS", PATIENT)  # so that an attempt's own share of time is less
+            world.set(CALLBACK_TIMEOUT_SECONDS=3)
             made = [another_delivery(world, known, f"http://stalled{number}.example/") for number in range(4)]
             all_at_once([lambda each=each: deliver_webhook.run_once(each) for each in made])
+            world.set(CALLBACK_TIMEOUT_SECONDS=PATIENT)
             assert deliver_webhook.run_once(another_delivery(world, known, told.url)).state == "delivered"
-            assert time.monotonic() - began < 6
+            assert time.monotonic() - began < ENOUGH  # the name server takes four times as long
     finally:
         released.set()
         addresses._lookups().shutdown()

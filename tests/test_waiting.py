@@ -71,7 +71,7 @@ def doorstep(site: Site) -> Iterator[Doorstep]:
     with receivers.receiver() as told:
         told.respond, made.url = made.respond, told.url
         site.env |= {"CALLBACK_ALLOW": f"127.0.0.1:{told.port}", "CALLBACK_SCHEDULE_SECONDS": "0,4,4",
-                     "CALLBACK_TIMEOUT_SECONDS": "2"}
+                     "CALLBACK_TIMEOUT_SECONDS": "5"}
         try:
             yield made
         finally:
