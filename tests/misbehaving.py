@@ -3,8 +3,6 @@ from __future__ import annotations
 
 import contextlib
 import gzip
-import os
-import shutil
 import socket
 import ssl
 import struct
@@ -14,7 +12,7 @@ from collections.abc import Callable, Iterator
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
-import pytest
+from tests import programs
 
 Play = Callable[[socket.socket, threading.Event], None]  # what it does with a connection, until the event
 
@@ -191,10 +189,5 @@ basicConstraints = CA:TRUE
 
 
 def _openssl(*arguments: object) -> None:
-    """Without it the test is skipped at home, and fails in CI."""
-    found = shutil.which("openssl")
-    if found is None and not os.environ.get("CI"):
-        pytest.skip("openssl is not installed")
-    assert found, "openssl is not installed"
-    done = subprocess.run([found, *map(str, arguments)], capture_output=True, text=True)
+    done = subprocess.run([programs.find("openssl"), *map(str, arguments)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -2,15 +2,12 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import re
-import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
+from tests import programs
 from tests.processes import ROOT
 from tests.servers import free_port, wait_until
 
@@ -30,15 +27,6 @@ def without_prefix(configuration: str) -> str:
     return changed
 
 
-def program() -> str:
-    """nginx's path. Without one the test is skipped at home, and fails in CI."""
-    found = shutil.which("nginx", path=f"{os.environ['PATH']}:/usr/sbin:/usr/local/sbin")
-    if found is None and not os.environ.get("CI"):
-        pytest.skip("nginx is not installed")
-    assert found, "nginx is not installed"
-    return found
-
-
 @contextlib.contextmanager
 def nginx(folder: Path, configuration: str, web_port: int) -> Iterator[int]:
     """Serves this configuration in front of this port for the time of a test; gives its own port."""
@@ -49,7 +37,7 @@ def nginx(folder: Path, configuration: str, web_port: int) -> Iterator[int]:
     file.write_text(
         f"daemon off; master_process off; pid {folder}/nginx.pid; error_log stderr;\n"
         f"events {{ worker_connections 512; }}\nhttp {{ access_log off;\n{paths}\n{there} }}\n")
-    argv = [program(), "-e", "stderr", "-p", str(folder), "-c", str(file)]
+    argv = [programs.find("nginx"), "-e", "stderr", "-p", str(folder), "-c", str(file)]
     with open(folder / "nginx.log", "wb") as log:
         process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
     try:
