@@ -3,7 +3,7 @@ row as it is afterwards, or None when it did not win."""
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from datetime import datetime, timedelta
 from typing import Any
@@ -144,14 +144,23 @@ def _move(*guards: Any) -> Any:
 _held = (jobs.c.id == bindparam("job_id"), jobs.c.attempt == bindparam("held"), guard(jobs.c.status, states.RUNNING))
 
 _hold = _find.with_for_update(key_share=True)
-_hold_if_free = _find.with_for_update(key_share=True, skip_locked=True)
 
 
-def hold(tx: Connection, job_id: str, wait: bool = True) -> Job | None:
+def hold(tx: Connection, job_id: str) -> Job | None:
     """The job with this id; until the transaction ends nobody else moves it. Held before its outbox row by all who
-    touch both, so that two never wait for each other; who holds the row already does not `wait`, and gets None while
-    somebody else moves the job."""
-    return _job(statements.first(tx, _hold if wait else _hold_if_free, {"job_id": job_id}))
+    touch both, so that two never wait for each other."""
+    return _job(statements.first(tx, _hold, {"job_id": job_id}))
+
+
+_these = select(jobs.c.id).where(jobs.c.id.in_(bindparam("ids", expanding=True)))
+_hold_these_if_free = _these.with_for_update(key_share=True, skip_locked=True)
+
+
+def moving(tx: Connection, job_ids: Sequence[str]) -> set[str]:
+    """Those of these jobs that somebody moves at this moment. Until the transaction ends nobody moves the others. For
+    who holds their outbox rows already, and so must not wait for a job."""
+    held = set(tx.execute(_hold_these_if_free, {"ids": list(job_ids)}).scalars())
+    return set(tx.execute(_these, {"ids": list(job_ids)}).scalars()) - held
 
 
 _start = _move(jobs.c.id == bindparam("job_id"), guard(jobs.c.status, states.QUEUED)).values(
@@ -217,7 +226,13 @@ _note_published = update(jobs).where(jobs.c.id == bindparam("job_id"), jobs.c.pu
 
 def note_published(tx: Connection, job_id: str, published_at: datetime) -> None:
     """Keeps when a job's first message was published, before another one is. Clients see nothing of it."""
-    tx.execute(_note_published, {"job_id": job_id, "published": published_at})
+    note_all_published(tx, {job_id: published_at})
+
+
+def note_all_published(tx: Connection, moments: Mapping[str, datetime]) -> int:
+    """As `note_published`, of several, and one at least; returns for how many nobody had kept it yet."""
+    return statements.changed_by_all(tx, _note_published, [
+        {"job_id": job_id, "published": published_at} for job_id, published_at in moments.items()])
 
 
 _extend = update(jobs).where(*_held).values(

@@ -224,10 +224,10 @@ def published_before(tx: Connection, queue: str, before: datetime, most: int) ->
     return [Row(*row) for row in tx.execute(_overdue, {"in_queue": queue, "before": before, "most": most})]
 
 
-def republish(tx: Connection, row: Row, now: datetime) -> bool:
-    """published → waiting: the message was lost. The next one is its own: a job that kills whoever runs it takes others
-    down with it once."""
-    return tx.execute(_republish, {"row_id": row.id, "due": now}).rowcount == 1
+def republish(tx: Connection, ids: Sequence[int], now: datetime) -> None:
+    """published → waiting: the messages were lost. The next ones are their own: a job that kills whoever runs it takes
+    others down with it once."""
+    statements.changed_by_all(tx, _republish, [{"row_id": row_id, "due": now} for row_id in ids])
 
 
 _published = outbox.c.state == states.PUBLISHED

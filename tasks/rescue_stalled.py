@@ -10,25 +10,27 @@ from redis.exceptions import RedisError
 from sqlalchemy import Connection
 
 from app import (
-    backoff, circuits, clock, db, deliveries, jobs, metrics, outbox, presence, slices, states, status, turns,
-    waking,
+    backoff, circuits, clock, db, deliveries, jobs, metrics, outbox, presence, slices, status, turns, waking,
 )
 from app.config import settings
 from app.deliveries import Attempt, Delivery
 from app.jobs import Job
 from app.turns import QUEUE as CALLBACKS
-from tasks import attempt, celery, deliver_webhook, run_job
+from tasks import attempt, celery, deliver_webhook, republishing, run_job
 
 log = logging.getLogger("uketsuke.rescue")
 
-BATCH = 100
-_TICKS_MISSED = 3  # of the rescue, before it counts as having been away
+# Of the rescue, before it counts as having been away: one is late now and then, and the clock leaves one out while
+# another one waits; when the third has not come either, something stood still.
+_TICKS_MISSED = 3
 _MARGIN_SECONDS = 1.0
 # A message is claimed within milliseconds of a free slot. One that waits this long beside a free slot, or while
-# messages published this much later were claimed, is lost.
+# messages published this much later were claimed, is lost. Longer than a worker that was killed counts as one that is
+# free (FRESH_SECONDS, and a tick), and than messages of two relays overtake each other.
 LOST_AFTER_SECONDS = 10.0
 
 _free_since: dict[str, datetime] = {}
+_LEFT = "left of "  # before a queue's name: before when what is left of it had been published
 
 
 @celery.task("tasks.rescue_stalled")
@@ -46,7 +48,8 @@ def run_once(now: datetime, free_since: dict[str, datetime], spare_jobs: bool = 
     """Ends stalled attempts of jobs (unless they are spared) and deliveries and republishes lost messages; returns how
     many it helped.
 
-    `free_since` is this process's memory between ticks: since when each queue's workers have been seen with free slots.
+    `free_since` is this process's memory between ticks: since when each queue's workers have been seen with free slots,
+    and what no tick had time for yet.
     """
     rescued = 0 if spare_jobs else _rescue_jobs(now)
     rescued += _rescue_deliveries(now) + _give_up(now) + _stage_overlooked(now) + _republish_lost(now, free_since)
@@ -145,30 +148,19 @@ def _stage_overlooked(now: datetime) -> int:
 def _republish_lost(now: datetime, free_since: dict[str, datetime]) -> int:
     with db.reading() as view:
         queues = outbox.queues_with_published(view)
-    return sum(_republish_lost_of(queue, now, free_since) for queue in queues)
+    return sum(_republish_lost_of(queue, now, free_since, 1 / len(queues)) for queue in queues)
 
 
-def _republish_lost_of(queue: str, now: datetime, free_since: dict[str, datetime]) -> int:
-    before = _lost_before(queue, now, free_since)
+def _republish_lost_of(queue: str, now: datetime, free_since: dict[str, datetime], share: float = 1.0) -> int:
+    """What a tick has no time for is lost still at the next one, although slots may be free no more."""
+    known = [_lost_before(queue, now, free_since), free_since.pop(_LEFT + queue, None)]
+    before = max(filter(None, known), default=None)
     if before is None:
         return 0
-    with db.transaction() as tx:
-        lost = [row for row in outbox.published_before(tx, queue, before, BATCH)
-                if not _is_moving(tx, row) and outbox.republish(tx, row, now)]
-        for row in lost:
-            if row.task == states.RUN_JOB and row.published_at is not None:
-                jobs.note_published(tx, row.target_id, row.published_at)
-    metrics.rescued("message", len(lost))
-    for row in lost:
-        log.warning("lost message, published again", extra={
-            "outbox_id": row.id, "task": row.task, "target_id": row.target_id, "queue": queue})
-    return len(lost)
-
-
-def _is_moving(tx: Connection, row: outbox.Row) -> bool:
-    """Whether somebody moves the row's job at this moment, so that its message is not lost."""
-    return (row.task == states.RUN_JOB and jobs.find(tx, row.target_id) is not None
-            and jobs.hold(tx, row.target_id, wait=False) is None)
+    number, more = republishing.republish(queue, before, now, republishing.seconds_of_a_tick() * share)
+    if more:
+        free_since[_LEFT + queue] = before
+    return number
 
 
 def _lost_before(queue: str, now: datetime, free_since: dict[str, datetime]) -> datetime | None:

@@ -14,7 +14,7 @@ from sqlalchemy import insert, literal, select
 from app import clock, db, ids, jobs, presence, schema, states
 from app.config import settings
 from app.jobs import Job
-from tasks import celery, relay_outbox, rescue_stalled, run_job
+from tasks import celery, relay_outbox, republishing, rescue_stalled, run_job
 from tests.conftest import World
 from tests.running import Broker
 
@@ -81,6 +81,7 @@ class Hours:
         self.queues: dict[str, deque[str]] = {}
         self.workers: list[Worker] = []
         self.published: list[str] = []  # since the backlog was made
+        self.queue_of: dict[str, str] = {}
         self._world = world
         self._epoch = clock.now() - timedelta(hours=12)
         self._started = 0
@@ -157,6 +158,7 @@ class Hours:
         relay_outbox.drain(broker.publish, now=lambda: self.at(self.second))
         for row in broker.rows:
             self.queues[row.queue].append(row.target_id)
+            self.queue_of[row.target_id] = row.queue
             self.published.append(row.target_id)
 
 
@@ -263,3 +265,57 @@ def test_a_queue_whose_worker_is_busy_with_another_queue_is_not_lost(hours: Hour
     hours.pass_by(0.5 * HOUR)
     assert worker.ended > 50
     assert hours.published == []
+
+
+# --- all of it is lost ---
+
+
+def test_a_broker_that_lost_a_backlog_gets_it_again_at_one_look(hours: Hours) -> None:
+    """However busy the workers are from then on."""
+    waiting = hours.submit(QUEUE, 450)
+    hours.queues[QUEUE].clear()
+    hours.start(QUEUE)
+    hours.pass_by(30)
+    assert Counter(hours.published) == Counter(waiting)
+    hours.pass_by(300)
+    assert len(hours.published) == len(waiting)
+
+
+def test_a_backlog_that_is_lost_once_more_comes_back_once_more(hours: Hours) -> None:
+    waiting = hours.submit(QUEUE, 450)
+    hours.queues[QUEUE].clear()
+    worker = hours.start(QUEUE, takes=(4, 12))
+    hours.pass_by(60)
+    assert worker.ended > 0 and Counter(hours.published) == Counter(waiting)
+    left = list(hours.queues[QUEUE])
+    hours.queues[QUEUE].clear()
+    hours.pass_by(60)
+    assert Counter(hours.published) == Counter(waiting) + Counter(left)
+
+
+def test_a_backlog_is_not_multiplied_for_a_worker_that_takes_nothing(hours: Hours) -> None:
+    """It shows itself and its free slots, and no message reaches it. Once all may be lost; then it gets little."""
+    waiting, seconds = hours.submit(QUEUE, 1000), 60
+    hours.start(QUEUE, boots=HOUR)
+    hours.pass_by(20)
+    assert Counter(hours.published) == Counter(waiting)
+    hours.pass_by(seconds)
+    again = len(hours.published) - len(waiting)
+    assert 0 < again <= republishing.BATCH * seconds / settings().rescue_interval_seconds
+
+
+def test_a_look_that_must_end_leaves_the_rest_to_the_next_one_and_forgets_no_queue(
+    hours: Hours, monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Although by then the workers are busy with what they got."""
+    monkeypatch.setattr(republishing, "LONGEST_SECONDS", 0.0)
+    for queue in (OTHER, QUEUE):
+        hours.submit(queue, 250)
+        hours.queues[queue].clear()
+        hours.start(queue)
+    found: list[Counter[str]] = []
+    while len(hours.published) < 500 and len(found) < 10:
+        began = len(hours.published)
+        hours.pass_by(5)
+        found.append(Counter(hours.queue_of[job_id] for job_id in hours.published[began:]))
+    assert [each for each in found if each] == [{OTHER: number, QUEUE: number} for number in (100, 100, 50)]

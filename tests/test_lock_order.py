@@ -93,6 +93,25 @@ def test_a_message_whose_job_is_being_moved_is_not_lost(api: FlaskClient, world:
     assert rescue(memory) == 1 and relay(later(100)) == [("run_job", job_id)]
 
 
+@pytest.mark.parametrize("moving,helped", [(60, 190), (120, 0)])
+def test_messages_whose_jobs_are_being_moved_do_not_hide_those_behind_them(
+    api: FlaskClient, world: World, moving: int, helped: int,
+) -> None:
+    """At one look, unless a whole batch of the oldest is: that is over by the next one."""
+    made = [submit(api, n=5) for _ in range(250)]
+    relay()
+    world.sql("UPDATE outbox SET published_at = published_at - interval '1 s' WHERE target_id = ANY(:oldest)",
+              oldest=made[:moving])
+    presence.give_sign_of_life("worker", "w@h", ["q:jobs2"], 1)
+    rescue = functools.partial(rescue_stalled._republish_lost_of, "q:jobs2", later(100))
+    with db.transaction() as tx:
+        for job_id in made[:moving]:
+            jobs.hold(tx, job_id)
+        assert rescue({"q:jobs2": clock.now()}) == helped
+    assert rescue({"q:jobs2": clock.now()}) == 250 - helped
+    assert {target for _, target in relay(later(100))} == set(made)
+
+
 # --- all of it at once ---
 
 SECONDS = 3.0
