@@ -66,7 +66,7 @@ class _Line(threading.local):
 
     of: redis.Redis | None = None
     connection: AbstractConnection | None = None
-    unread = 0  # answers that nobody has waited for
+    told: tuple[Sequence[bytes], ...] = ()  # packed commands whose answers nobody has waited for
 
 
 _line = _Line()
@@ -80,51 +80,60 @@ def ask(*commands: tuple[Any, ...]) -> list[Any]:
 
 def tell(*commands: tuple[Any, ...]) -> None:
     """Sends these commands, and leaves their answers to the next question of this thread, which is to follow soon. What
-    that asks is done after them."""
-    on_own_line(lambda line: _send(line, line.pack_commands(commands), len(commands)))
+    that asks is done after them. They may be repeated."""
+    on_own_line(lambda line: _tell(line, [line.pack_command(*command) for command in commands]))
 
 
-def _send(line: AbstractConnection, packed: list[bytes], answers: int) -> list[Any]:
-    def none() -> list[Any]:
-        _line.unread += answers
-        return []
-
-    return exchange(line, packed, none)
+def _tell(line: AbstractConnection, packed: Sequence[Sequence[bytes]]) -> list[Any]:
+    try:
+        line.send_packed_command([part for command in packed for part in command])
+    except BaseException:
+        _forget(line)
+        raise
+    _line.told += (*packed,)
+    return []
 
 
 def on_own_line(ask: Callable[[AbstractConnection], list[Any]]) -> list[Any]:
     """Asks on this thread's connection; once more on a new one, since a kept one may have been closed: that says
     nothing about the server."""
-    kept = _line.connection if _line.of is client() else None
+    kept, told = (_line.connection, _line.told) if _line.of is client() else (None, ())
     if kept is not None:
         try:
             return ask(kept)
         except ConnectionAway:
             pass
     pool = client().connection_pool
-    _line.of, _line.connection, _line.unread = client(), pool.connection_class(**pool.connection_kwargs), 0
+    _line.of, _line.connection, _line.told = client(), pool.connection_class(**pool.connection_kwargs), ()
+    if told:
+        _tell(_line.connection, told)
     return ask(_line.connection)
 
 
 def exchange(line: AbstractConnection, packed: Sequence[bytes], read: Callable[[], list[Any]]) -> list[Any]:
     """Sends this, and reads what `read` does."""
     try:
-        _read_on(line)
         line.send_packed_command(packed)
+        _read_on(line)
         return read()
     except BaseException:
-        _line.unread = 0
-        line.disconnect()  # answers that nobody has read would be taken for the next ones
+        _forget(line)
         raise
 
 
+def _forget(line: AbstractConnection) -> None:
+    """Answers that nobody has read would be taken for the next ones."""
+    _line.told = ()
+    line.disconnect()
+
+
 def _read_on(line: AbstractConnection) -> None:
-    while _line.unread:
-        _line.unread -= 1
+    for _ in _line.told:
         try:
             line.read_response()
         except ResponseError as error:
             note(error, "tell")
+    _line.told = ()
 
 
 # --- trouble ---

@@ -15,7 +15,6 @@ from app.clock import now as the_present
 from app.deliveries import Delivery
 from app.gathering import Gathering
 from app.jobs import Job
-from app.outbox import Row
 
 # How long a state that will change is shown, from when SQL had it: a stale one heals when that ends, and a write that
 # comes later than that (its process or Redis stood still) shows nothing. Heartbeats renew it. Ten seconds: SQL is asked
@@ -108,11 +107,9 @@ def write_in_passing(*written: Job) -> None:
 
 def write_all(
     written: Sequence[tuple[Job, Delivery | None]], wake: bool = False, asked_for: bool = False,
-    handed: Sequence[Row] = (),
 ) -> list[bool]:
-    """Shows jobs as they are after a commit, in one round trip; `wake` also wakes the relay, and hands it these rows of
-    the outbox; what is `asked_for` is shown for longer. Returns of each whether Redis shows this version now, or a
-    later one.
+    """Shows jobs as they are after a commit, in one round trip; `wake` also wakes the relay; what is `asked_for` is
+    shown for longer. Returns of each whether Redis shows this version now, or a later one.
 
     For a job with a callback, the delivery is that of its callback once there is one.
     """
@@ -121,7 +118,7 @@ def write_all(
     if redis_client.away() or not written:
         return [False] * len(written)
     with redis_client.best_effort("write", job_id=written[0][0].id):
-        shown, *_ = redis_client.ask(_writing(written, asked_for), *(waking.commands(handed) if wake else ()))
+        shown, *_ = redis_client.ask(_writing(written, asked_for), *(waking.commands() if wake else ()))
         return [each == 1 for each in shown]
     return [False] * len(written)
 

@@ -12,7 +12,7 @@ from typing import Any
 from sqlalchemy import Connection
 from sqlalchemy.exc import IntegrityError
 
-from app import db, idempotency, ids, jobs, metrics, notes, outbox, outlook, statements, states, status
+from app import db, idempotency, ids, jobs, metrics, notes, outbox, outlook, statements, states, status, waking
 from app.config import settings
 from app.errors import BacklogFull
 from app.group_commit import GroupCommit
@@ -160,8 +160,8 @@ def _messages(of: Sequence[_Submission]) -> list[Row]:
 
 
 def _show(committed: Sequence[_Submission]) -> None:
-    status.write_all(
-        [(new.job, None) for new in committed if new.job is not None], wake=True, handed=_messages(committed))
+    waking.hand_over(_messages(committed))  # first: the relay's way is longer
+    status.write_all([(new.job, None) for new in committed if new.job is not None])
 
 
 # A commit takes the processor almost as long for one submission as for seven: those of clients that come all at once

@@ -48,12 +48,12 @@ class Turnstile:
             self._leave()  # from wherever: a time limit may raise at any point of this
 
     def _enter(self, until: float) -> None:
-        this, called = threading.get_ident(), threading.Event()
+        this = threading.get_ident()
         with self._lock:
             if self._holder is None:
                 self._holder = this
                 return
-            self._waiting[this] = called
+            called = self._waiting[this] = threading.Event()
         called.wait(max(0.0, until - time.monotonic()))
         with self._lock:
             if self._holder != this:

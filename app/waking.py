@@ -24,6 +24,14 @@ def commands(handed: Sequence[Row] = ()) -> tuple[tuple[Any, ...], ...]:
     return ("RPUSH", KEY, token), ("LTRIM", KEY, -_MOST, -1)
 
 
+def hand_over(rows: Sequence[Row]) -> None:
+    """Leaves a token with these rows, before anything else is said to Redis: the thread that says it next waits for
+    both."""
+    if not redis_client.away():
+        with redis_client.best_effort("wake"):
+            redis_client.tell(*commands(rows))
+
+
 def relay() -> None:
     """Tells a waiting relay that the outbox has something due. Without Redis it finds out at its next tick."""
     if not redis_client.away():

@@ -12,6 +12,7 @@ from celery import beat
 from celery.worker import state
 from celery.worker.consumer import Consumer
 from kombu import Connection
+from kombu.transport import redis
 
 log = logging.getLogger("uketsuke.broker")
 
@@ -39,6 +40,22 @@ def forget_cancelled(timer: Any) -> None:
     if len(queue) > _TIMERS:
         queue[:] = [entry for entry in queue if not entry[2].canceled]  # in place: who goes through it holds the list
         heapq.heapify(queue)
+
+
+class Channel(redis.Channel):
+    """kombu's, which would make a client anew for each message that is sent, taken or acknowledged."""
+
+    _kept: Any = None
+
+    def _create_client(self, asynchronous: bool = False) -> Any:
+        if asynchronous:
+            return super()._create_client(asynchronous)
+        if self._kept is None or self._kept.connection_pool is not self.pool:  # another one after a lost connection
+            self._kept = super()._create_client()
+        return self._kept
+
+
+redis.Transport.Channel = Channel
 
 
 class Reconnecting(Consumer):

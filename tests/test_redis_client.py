@@ -7,6 +7,7 @@ import signal
 
 import pytest
 from flask.testing import FlaskClient
+from redis.exceptions import TimeoutError as TimeoutAway
 
 from app import clock, redis_client, status
 from tasks import run_job
@@ -62,3 +63,24 @@ def test_a_job_is_shown_running_before_anything_else_of_it(api: FlaskClient, wor
     redis_client.ask(("PING",))  # what was told before is done
     shown = status.read(job_id)
     assert shown is not None and shown.status == "running"
+
+
+def test_what_was_told_is_told_again_on_the_new_line(world: World) -> None:
+    """A line that was closed while it was kept swallows a command without a word."""
+    redis_client.ask(("PING",))
+    world.redis.client_kill_filter(_type="normal", skipme=True)
+    redis_client.tell(("SET", "a", "1"))
+    assert redis_client.ask(("GET", "a")) == ["1"]
+    assert not redis_client.away()
+
+
+def test_after_a_redis_that_did_not_answer_nothing_is_left_to_read(world: World) -> None:
+    redis_client.tell(("SET", "a", "1"))
+    pid = world.redis.info("server")["process_id"]
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        with pytest.raises(TimeoutAway):
+            redis_client.ask(("GET", "a"))
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert redis_client.ask(("GET", "a"), ("STRLEN", "a")) == ["1", 1]
