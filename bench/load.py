@@ -159,19 +159,20 @@ def react(port: int, path: str, count: int) -> dict[str, float]:
         took = []
         for request in itertools.islice(submissions(path), count):
             began = time.perf_counter()
-            job_id = json.loads(_ask(connection, request, 202))["job_id"]
+            job_id = json.loads(ask(connection, request, 202))["job_id"]
             _until_final(connection, get(f"/jobs/{job_id}"), began + _PATIENCE_SECONDS)
             took.append(time.perf_counter() - began)
     return {**latencies(sorted(took)), "answered": count}
 
 
 def _until_final(connection: Connection, request: bytes, deadline: float) -> None:
-    while b'"result"' not in (body := _ask(connection, request, 200)):
+    while b'"result"' not in (body := ask(connection, request, 200)):
         if time.perf_counter() > deadline:
             raise RuntimeError(f"not final: {body!r}")
 
 
-def _ask(connection: Connection, request: bytes, expected: int) -> bytes:
+def ask(connection: Connection, request: bytes, expected: int) -> bytes:
+    """One request, and the body of its answer, which is waited for without pause."""
     connection.send(request)
     while (answer := connection.answer()) is None:
         pass

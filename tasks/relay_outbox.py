@@ -2,7 +2,7 @@
 anything else is claimed (short transaction), published (no transaction open) and marked (short transaction).
 
 Beat starts a relay every RELAY_INTERVAL_SECONDS; each drains the outbox, and then waits for wake tokens until its
-interval is over, and a little longer. So whatever becomes of a token, the next relay finds what is due.
+interval is over, and a little longer. So whatever becomes of a token, the next tick finds what is due.
 """
 from __future__ import annotations
 

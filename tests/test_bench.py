@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from bench import figures, load, report, scaling
+from bench import breakdown, figures, load, marks, report, scaling
 from bench.__main__ import BUDGET, in_time, measure, measures
 from bench.figures import Target
 
@@ -179,3 +180,22 @@ def test_the_tables_say_how_many_runs_a_figure_has() -> None:
     assert "| ours | 100 |" in told and "| peer (2 runs) | 100 |" in told and "| one (once) | 100 |" in told
     assert [line.split(" | ")[-1] for line in report.targets(results).splitlines()[2:]] == [
         "reached |", "reached, 2 runs |", "reached, once |"]
+
+
+def test_every_mark_is_left_by_a_function_of_ours() -> None:
+    left = {"write", "shown"}
+    for named in (marks._WEB, marks._TASKS):
+        for module, names in named.items():
+            assert all(callable(getattr(importlib.import_module(module), name)) for name in names)
+            left |= {name.strip("_") for name in names}
+    for steps in (breakdown.SUBMIT, breakdown.POLL, breakdown.JOB, breakdown.CALLBACK):
+        ours = {mark.rpartition(" ")[0] for mark in steps if " " in mark}
+        assert ours <= left
+
+
+def test_what_passes_between_marks_is_told_of_whole_paths_only() -> None:
+    took: dict[str, list[float]] = {"a begins": [], "b ends": []}
+    whole = [(1.0, "sent"), (2.0, "b ends"), (3.0, "a begins"), (5.0, "other"), (7.0, "b ends")]
+    breakdown._note(took, whole, "sent")
+    breakdown._note(took, whole[:3], "sent")
+    assert took == {"a begins": [2.0], "b ends": [4.0]}
