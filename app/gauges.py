@@ -84,7 +84,7 @@ def _of_database(now: datetime) -> tuple[list[tuple[Gauge, Readings]], bool]:
                 (UNFINISHED, unfinished),
                 (OLDEST_JOB, [((), _age(now, oldest))]),
                 (OUTBOX, _outbox(view)),
-                (OLDEST_ROW, [((), _age(now, outbox.oldest_waiting(view)))]),
+                (OLDEST_ROW, [((), _age(now, outbox.oldest_unpublished(view)))]),
                 (DELIVERIES, _deliveries(view)),
                 (ENDPOINTS, _endpoints(view)),
             ], True

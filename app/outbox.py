@@ -7,12 +7,13 @@ from dataclasses import dataclass, fields
 from datetime import datetime
 from typing import Any
 
-from sqlalchemy import Connection, and_, bindparam, delete, func, or_, select, union_all, update
+from sqlalchemy import Connection, and_, bindparam, delete, func, select, union_all, update
 from sqlalchemy.dialects import postgresql, sqlite
 
 from app import statements, states
 from app.schema import guard, outbox
 
+_HANDED_OVER = "handed over"  # the lease of all rows that wake tokens name: each token goes to one relay
 MAX_FAILURES = 5  # refusals that are the row's own fault, then it is parked
 
 
@@ -40,23 +41,26 @@ _columns = [outbox.c[field.name] for field in fields(Row)]
 
 def staged(
     task: str, target_id: str, queue: str, time_limit_seconds: float | None, available_at: datetime,
-    together: str | None,
+    together: str | None, leased_until: datetime | None = None,
 ) -> Row:
-    """A row as it is when it has been staged, but for its id, which nobody knows but SQL."""
-    return Row(0, task, target_id, queue, time_limit_seconds, states.WAITING, available_at, None, None, None, 0, None,
-               together)
+    """A row as it is when it has been staged, but for its id, which nobody knows but SQL: `waiting`, or leased until
+    then to the relay that it is handed over to."""
+    leased = leased_until is not None
+    return Row(
+        0, task, target_id, queue, time_limit_seconds, states.LEASED if leased else states.WAITING, available_at,
+        _HANDED_OVER if leased else None, leased_until, None, 0, None, together)
 
 
-_staged = ("task", "target_id", "queue", "time_limit_seconds", "state", "available_at", "together")
+_staged = (
+    "task", "target_id", "queue", "time_limit_seconds", "state", "available_at", "lease", "leased_until", "together")
 _new = [outbox.c[name] for name in (*_staged, "created_at")]
 
 
 def _anew(made: Any) -> Any:
     return made.on_conflict_do_update(
         index_elements=["task", "target_id"],
-        set_={"state": states.WAITING, "available_at": made.excluded.available_at, "lease": None,
-              "leased_until": None, "published_at": None, "failures": 0, "last_error": None,
-              "together": made.excluded.together})
+        set_={**{name: made.excluded[name] for name in ("state", "available_at", "lease", "leased_until", "together")},
+              "published_at": None, "failures": 0, "last_error": None})
 
 
 _stage = {
@@ -117,17 +121,15 @@ _free = {"lease": None, "leased_until": None}
 _these = select(outbox.c.id).where(
     outbox.c.id.in_(bindparam("ids", expanding=True)), guard(outbox.c.state, states.LEASED),
     outbox.c.lease.in_(bindparam("leases", expanding=True))).order_by(outbox.c.id).with_for_update().cte("these")
-# A row that was staged anew since it was handed over has another moment.
 _taken = and_(
     outbox.c.task.in_(states.OUTBOX_TASKS), outbox.c.target_id.in_(bindparam("of_targets", expanding=True)),
-    or_(and_(guard(outbox.c.state, states.LEASED), outbox.c.lease.in_(bindparam("leases", expanding=True))),
-        and_(guard(outbox.c.state, states.WAITING),
-             outbox.c.available_at.in_(bindparam("moments", expanding=True)))))
+    guard(outbox.c.state, states.LEASED), outbox.c.lease.in_(bindparam("leases", expanding=True)))
 _mark = update(outbox).values(state=states.PUBLISHED, published_at=bindparam("now"), **_free)
 _mark_taken = {
     "sqlite": _mark.where(_taken),
+    # Whoever holds a row claims its message: a mark waits for nobody who does, and needs none of those.
     "postgresql": _mark.where(outbox.c.id.in_(select(
-        select(outbox.c.id).where(_taken).order_by(outbox.c.id).with_for_update().cte("taken").c.id))),
+        select(outbox.c.id).where(_taken).with_for_update(skip_locked=True).cte("taken").c.id))),
 }
 _release = update(outbox).where(outbox.c.id.in_(select(_these.c.id))).values(
     state=states.WAITING, available_at=bindparam("due"), **_free)
@@ -137,13 +139,13 @@ _refuse = update(outbox).where(outbox.c.id == bindparam("row_id"), *_held).value
 
 
 def mark_published(tx: Connection, rows: Sequence[Row], now: datetime) -> int:
-    """leased or waiting → published, of those of these rows that nobody has claimed since: neither a relay nor whoever
-    got the message. Returns how many."""
+    """leased → published, of those of these rows whose lease still holds, and that nobody claims at this moment;
+    returns how many."""
     if not rows:
         return 0
     return tx.execute(_mark_taken[tx.dialect.name], {
-        "of_targets": [row.target_id for row in rows], "leases": list({row.lease for row in rows if row.lease}),
-        "moments": list({row.available_at for row in rows if not row.lease}), "now": now}).rowcount
+        "of_targets": [row.target_id for row in rows], "leases": list({row.lease for row in rows}), "now": now,
+    }).rowcount
 
 
 def release(tx: Connection, lease: str, ids: Sequence[int], available_at: datetime) -> int:
@@ -236,6 +238,7 @@ _further = select(func.min(outbox.c.queue)).where(_published, outbox.c.queue > _
 _known = _known.union_all(select(_further).where(_known.c.queue.is_not(None)))
 _queues = select(_known.c.queue).where(_known.c.queue.is_not(None))  # from one to the next; DISTINCT would walk through
 _oldest_waiting = select(func.min(outbox.c.available_at)).where(outbox.c.state == states.WAITING)
+_oldest_leased = select(func.min(outbox.c.leased_until)).where(outbox.c.state == states.LEASED)
 _count_parked = select(func.count()).where(outbox.c.state == states.PARKED)
 
 
@@ -244,9 +247,10 @@ def queues_with_published(view: Connection) -> list[str]:
     return list(view.execute(_queues).scalars())
 
 
-def oldest_waiting(view: Connection) -> datetime | None:
-    """When the longest due unpublished row became available."""
-    return view.execute(_oldest_waiting).scalar_one()
+def oldest_unpublished(view: Connection) -> datetime | None:
+    """When the longest due row became available that is not published: it waits since then, or its lease is over."""
+    moments = [view.execute(statement).scalar_one() for statement in (_oldest_waiting, _oldest_leased)]
+    return min((moment for moment in moments if moment is not None), default=None)
 
 
 def count_parked(view: Connection) -> int:

@@ -86,11 +86,11 @@ def tell(*commands: tuple[Any, ...]) -> None:
 
 def _tell(line: AbstractConnection, packed: Sequence[Sequence[bytes]]) -> list[Any]:
     try:
+        _line.told += (*packed,)  # before it is so: an interruption must not leave an answer that nobody expects
         line.send_packed_command([part for command in packed for part in command])
     except BaseException:
         _forget(line)
         raise
-    _line.told += (*packed,)
     return []
 
 

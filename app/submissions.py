@@ -117,10 +117,11 @@ def _write(tx: Connection, batch: Sequence[_Submission]) -> None:
         for new, note_id in zip(noted, notes.add(tx, [(new.owner, new.note or "") for new in noted], now)):
             new.note_id, new.members = note_id, {"note_id": note_id}
     written = [new_job(new.owner, new.kind, new.members, new.callback_url, new.note_id, new.now) for new in batch]
+    until = waking.leased_until(now)
     for new, job in zip(batch, written):
         new.job, new.body = job, json.dumps(_answer(new, job), ensure_ascii=False) + "\n"
         new.message = outbox.staged(
-            states.RUN_JOB, job.id, job.queue, job.time_limit_seconds, now, _together_with(new))
+            states.RUN_JOB, job.id, job.queue, job.time_limit_seconds, now, _together_with(new), until)
     asked = [jobs.submitting(tx, written), outbox.staging(tx, _messages(batch), now)]
     if records := [
         (new.owner, new.key.text, idempotency.Record(new.key.fingerprint, job.id, new.note_id, new.body))
@@ -136,7 +137,7 @@ def new_job(
     """A job as it is when it has been submitted."""
     return Job(
         id=ids.new_id(now), owner=owner, kind=kind.name, queue=kind.queue, status=states.QUEUED, version=0, attempt=0,
-        max_attempts=kind.max_attempts, time_limit_seconds=kind.time_limit,
+        max_attempts=kind.max_attempts, time_limit_seconds=float(kind.time_limit),
         input=json.dumps(members, ensure_ascii=False), result=None, error_code=None, error_message=None,
         progress_done=None, progress_total=None, note_id=note_id, callback_url=callback_url, worker=None,
         lease_until=None, cancel_requested_at=None, published_at=None, created_at=now, started_at=None,

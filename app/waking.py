@@ -1,17 +1,21 @@
 """The relay's wake tokens: a list in Redis, of which each is taken by one relay. A token says that something is due; a
-submission's names the rows that were committed a moment ago, so that the relay need not look for them. Any of them may
-get lost: SQL knows all that is due, and the relay's next tick finds it."""
+submission's names the rows that it has committed, which are leased to whoever takes the token: that relay need not
+claim them. Any token may get lost: SQL knows all that is due, and once the lease is over the next tick finds it."""
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import Any
 
-from app import outbox, redis_client
+from app import outbox, redis_client, states
 from app.outbox import Row
 
 KEY = "outbox:wake"
+# For so long the rows of a token are left to the relay that takes it: one that stands still for less, on a machine that
+# is busy, leads to no second message. What a lost token named waits for so long, and for the next tick.
+HANDED_SECONDS = 2.0
+_MARGIN_SECONDS = 0.25  # before that ends: to publish and to mark takes a tenth of a second
 _MOST = 1000  # tokens, when no relay takes them: more than submissions commit within a tick
 _AT_ONE_TIME = 100  # as many as a relay's claim takes rows: a relay that is torn away leaves little to its next tick
 
@@ -19,17 +23,28 @@ _AT_ONE_TIME = 100  # as many as a relay's claim takes rows: a relay that is tor
 def commands(handed: Sequence[Row] = ()) -> tuple[tuple[Any, ...], ...]:
     """The Redis commands that leave a token, with these rows."""
     token = json.dumps([
-        [row.task, row.target_id, row.queue, row.time_limit_seconds, row.available_at.isoformat(), row.together]
-        for row in handed])
+        [row.task, row.target_id, row.queue, row.time_limit_seconds, row.available_at.isoformat(), row.together,
+         row.leased_until and row.leased_until.isoformat()] for row in handed])
     return ("RPUSH", KEY, token), ("LTRIM", KEY, -_MOST, -1)
 
 
+def leased_until(now: datetime) -> datetime | None:
+    """Until when rows that are committed now are left to the relay that takes their token; None while there can be no
+    token."""
+    return None if redis_client.away() else now + timedelta(seconds=HANDED_SECONDS)
+
+
+def has_time(row: Row, now: datetime) -> bool:
+    """Whether a row that was handed over is still left to whoever took its token."""
+    return row.leased_until is not None and now + timedelta(seconds=_MARGIN_SECONDS) < row.leased_until
+
+
 def hand_over(rows: Sequence[Row]) -> None:
-    """Leaves a token with these rows, before anything else is said to Redis: the thread that says it next waits for
-    both."""
+    """Leaves a token with those of these rows that are leased to whoever takes it, before anything else is said to
+    Redis: the thread that says it next waits for both."""
     if not redis_client.away():
         with redis_client.best_effort("wake"):
-            redis_client.tell(*commands(rows))
+            redis_client.tell(*commands([row for row in rows if row.leased_until is not None]))
 
 
 def relay() -> None:
@@ -48,22 +63,34 @@ def wait(seconds: float) -> list[list[Row]]:
         found: Any = redis_client.waiting_client().blpop([KEY], timeout=seconds)
     except redis_client.TROUBLE:
         return []
-    return [] if found is None else [_rows(found[1])]
+    if found is None:
+        return []
+    first = _rows(found[1])
+    return [first] if first else [first, *take()]  # one claim does for all that are there
 
 
 def take() -> list[list[Row]]:
     """As `wait`, for no time: all that are there, up to some."""
-    try:
-        found: Any = redis_client.waiting_client().lpop(KEY, _AT_ONE_TIME)
-    except redis_client.TROUBLE:
-        return []
+    found: Any = None
+    if not redis_client.away():
+        with redis_client.best_effort("wake"):
+            found = redis_client.client().lpop(KEY, _AT_ONE_TIME)
     return [_rows(token) for token in found or ()]
 
 
 def _rows(token: str) -> list[Row]:
     try:
-        return [
-            outbox.staged(task, target_id, queue, seconds, datetime.fromisoformat(available_at), together)
-            for task, target_id, queue, seconds, available_at, together in json.loads(token)]
-    except (ValueError, TypeError):  # another version's: it says that something is due
+        return [_row(*columns) for columns in json.loads(token)]
+    except (ValueError, TypeError):  # another version's, or a stranger's: it says that something is due
         return []
+
+
+def _row(
+    task: str, target_id: str, queue: str, seconds: float | None, available_at: str, together: str | None, until: str,
+) -> Row:
+    moments = [datetime.fromisoformat(available_at), datetime.fromisoformat(until)]
+    texts = (target_id, queue, "" if together is None else together)
+    if task not in states.OUTBOX_TASKS or not all(isinstance(text, str) and text.isprintable() for text in texts) or (
+            not all(moment.tzinfo for moment in moments)):
+        raise ValueError("no row of the outbox")
+    return outbox.staged(task, target_id, queue, seconds and float(seconds), moments[0], together, moments[1])

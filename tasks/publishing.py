@@ -93,11 +93,12 @@ def publish(row: Row, *others: Row) -> None:
 
 @dataclass
 class Outcome:
-    """What became of rows: those that the broker took, those whose message it refused, with the reason, and whether it
-    took nothing more. What is in neither list waits as before."""
+    """What became of rows: those that the broker took, those whose message it refused, with the reason, and those that
+    are left, since it takes nothing more."""
 
     taken: list[Row] = field(default_factory=list)
     refused: list[tuple[Row, str]] = field(default_factory=list)
+    left: list[Row] = field(default_factory=list)
     away: bool = False
 
 
@@ -120,6 +121,8 @@ def publish_all(publish: Publish, rows: list[Row], batch: Batch) -> Outcome:
     for task, number in Counter(message[0].task for message in messages).items():
         metrics.published(task, number)
     found.taken = [row for message in messages for row in message]
+    done = {row.target_id for row in (*found.taken, *(row for row, _ in found.refused))}
+    found.left = [row for row in rows if row.target_id not in done]
     return found
 
 

@@ -300,7 +300,7 @@ def test_many_hashes_are_looked_at_batch_after_batch(api: FlaskClient, world: Wo
 
 @contextlib.contextmanager
 def redis_away(world: World) -> Iterator[None]:
-    url = status.config.redis_url()
+    url = redis_client.config.redis_url()
     world.set(REDIS_URL="redis://127.0.0.1:1/0")
     redis_client._client.cache_clear()
     try:

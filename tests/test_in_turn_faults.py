@@ -15,9 +15,9 @@ from flask.testing import FlaskClient
 from sqlalchemy import Connection, text
 from sqlalchemy.exc import OperationalError
 
-from app import clock, db, jobs, kinds, metrics, outbox, outlook, status
+from app import clock, db, jobs, kinds, metrics, outlook, status
 from app.jobs import Job
-from tasks import relay_outbox, run_in_turn, run_job, run_together
+from tasks import run_in_turn, run_job, run_together
 from tests.asking import cancel
 from tests.conftest import World, one_database
 from tests.running import a_kind, later, submit
@@ -130,6 +130,23 @@ def test_a_repeated_message_makes_no_second_attempts(api: FlaskClient, world: Wo
     assert sorted(messages(later(60))) == [[ids[0]], [ids[1]]]
 
 
+def test_an_end_that_is_refused_is_another_one_and_the_next_job_runs(
+    api: FlaskClient, world: World, acting: Any, monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Both were one round trip: the claim stands."""
+    def succeed_and_start(tx: Connection, held: Job, *more: Any) -> Any:
+        if held.id == ids[0]:
+            assert jobs.request_cancel(tx, held.id, clock.now()) is not None
+        return together(tx, held, *more)
+
+    ids, together = acting("well", "well", "well"), jobs.succeed_and_start
+    messages()
+    monkeypatch.setattr(jobs, "succeed_and_start", succeed_and_start)
+    run_in_turn.run_in_turn(ids)
+    assert _ran == ids and [shown(api, job_id) for job_id in ids] == [
+        ("failed", 1), ("succeeded", 1), ("succeeded", 1)]
+
+
 @one_database
 def test_whoever_is_staged_again_is_as_due_as_now(api: FlaskClient, world: World, acting: Any) -> None:
     """An old backlog is no relay that stands still."""
@@ -188,31 +205,6 @@ def test_a_run_is_what_the_function_took(api: FlaskClient, world: World) -> None
         assert cancel(api, unlucky).status_code == 200
         with db.reading() as view:
             assert max(outlook.runs(view, name, 100)) < 0.5
-
-
-@on_postgresql
-def test_marks_of_several_leases_are_made_in_one_order(api: FlaskClient, world: World, acting: Any) -> None:
-    acting("well", "well")
-    with db.transaction() as tx:
-        claimed = [outbox.claim(tx, lease, clock.now(), later(15), 1)[0] for lease in ("first", "second")]
-    low, high = sorted(row.id for row in claimed)
-    unmarked = relay_outbox.Unmarked()
-    unmarked.add(claimed[::-1])
-    with db.engine().connect() as other:
-        other.execute(text("SELECT 1 FROM outbox WHERE id = :id FOR UPDATE"), {"id": low})
-        marking = threading.Thread(target=_mark, args=(unmarked,))
-        marking.start()
-        wait_until(lambda: world.sql(
-            "SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND datname = current_database()"
-        ) != [(0,)], what="it waits")
-        other.execute(text("SELECT 1 FROM outbox WHERE id = :id FOR UPDATE NOWAIT"), {"id": high})
-    marking.join()
-    assert world.count("outbox", "state = 'published'") == 2
-
-
-def _mark(unmarked: relay_outbox.Unmarked) -> None:
-    with db.transaction() as tx:
-        unmarked.mark(tx, clock.now())
 
 
 @one_database

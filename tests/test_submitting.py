@@ -10,8 +10,9 @@ from collections import Counter
 import pytest
 from flask.testing import FlaskClient
 
-from app import ids, kinds
+from app import clock, db, ids, kinds, submissions
 from tests.conftest import World
+from tests.running import a_kind, kind
 
 
 def test_a_job_is_accepted_with_its_address(api: FlaskClient, world: World) -> None:
@@ -193,3 +194,11 @@ def test_history_is_submitted_by_notes_only(api: FlaskClient) -> None:
 def test_answers_are_json_in_utf8(api: FlaskClient) -> None:
     answer = api.post("/notes", json={"text": "受付"})
     assert json.loads(answer.data.decode("utf-8"))["text"] == "受付"
+
+
+def test_kinds_of_all_limits_share_a_transaction(world: World) -> None:
+    with a_kind(lambda input, job: None, time_limit=60) as one, a_kind(lambda input, job: None, time_limit=60.5) as two:
+        together = [submissions._Submission("ada", kind(name), {}, None, None, clock.now()) for name in (one, two)]
+        with db.transaction() as tx:
+            submissions._write(tx, together)
+    assert world.sql("SELECT time_limit_seconds FROM jobs ORDER BY 1") == [(60.0,), (60.5,)]

@@ -94,7 +94,7 @@ def _relay() -> Finding:
 
 def _unpublished() -> Finding:
     with db.reading() as view:
-        waiting_since, parked = outbox.oldest_waiting(view), outbox.count_parked(view)
+        waiting_since, parked = outbox.oldest_unpublished(view), outbox.count_parked(view)
     age = 0.0 if waiting_since is None else max(0.0, _age(waiting_since))
     return age <= _UNPUBLISHED_LIMIT_SECONDS, f"oldest due row {age:.1f} s, {parked} parked"
 
