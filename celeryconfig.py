@@ -30,7 +30,9 @@ worker_consumer = "tasks.broker:Reconnecting"
 beat_scheduler = "tasks.broker:Clock"
 worker_concurrency = _settings.worker_concurrency
 worker_prefetch_multiplier = 1  # with late acknowledgement: a short job never waits behind a long one
-worker_max_tasks_per_child = 10_000  # a kind that leaks 10 kB a job is held to 100 MB; a fork in so many counts nothing
+# A kind that leaks 10 kB a message, which may name several short jobs, is held to 100 MB; one fork in so many counts
+# nothing.
+worker_max_tasks_per_child = 10_000
 worker_hijack_root_logger = False
 worker_redirect_stdouts = False
 worker_cancel_long_running_tasks_on_connection_loss = False  # SQL decides whether an attempt still counts

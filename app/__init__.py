@@ -11,6 +11,7 @@ turnstile    the queue of a SQLite file's writers
 states       the closed vocabularies and the allowed moves
 errors       what can go wrong, without HTTP
 kinds        what a kind of job is, and the registry of kinds
+ownership    whose job it is, and what became of one that is gone
 jobs, notes, outbox, deliveries, idempotency, retention
              one noun each: its rows and every move that they make
 at_once      moves of several jobs that share a transaction
@@ -26,7 +27,8 @@ interventions
 pages        the lists, newest first
 outlook, forecast
              how long a job has to wait, how large the backlog is
-status       the Redis view: the hash `job:<id>` and the relay's wake token; readers share a round trip
+status       the Redis view: the hash `job:<id>`; readers share a round trip
+waking       the relay's wake tokens, with what was committed
 redis_client this process's connections to Redis
 presence     which workers and couriers are alive, and when the relay last ran
 signing      the secrets that callbacks are signed with
@@ -34,6 +36,8 @@ logs         one JSON object a line
 metrics, gauges, slots
              what is counted, and what is true at a scrape; the places of the files
 api/         the HTTP door
+doctor, invariants
+             whether SQL, Redis and the broker agree (`make doctor`)
 embedded     the Valkey server for development
 stack, supervisor
              all the Procfile's lines at once (`make run`)

@@ -22,8 +22,9 @@ from app.errors import EndpointRefused
 MAX_URL_LENGTH = 2048
 LOOKUP_SECONDS = 3.0  # a name server that does not answer must hold up neither a submission nor a delivery
 ADDRESSES_TRIED = 2  # of a name that has several; each may take 3 s of the 15 s of an attempt
-# As many as a courier has threads.
-_LOOKUPS_AT_ONCE = 64  # one that nobody waits for any more still takes its thread until the name server gives up
+# As many as a courier has threads. One that nobody waits for any more still takes its thread until the name server
+# gives up.
+_LOOKUPS_AT_ONCE = 64
 _PORTS = {"http": 80, "https": 443}
 _ANY_PORT = frozenset(range(1, 65536))
 

@@ -22,7 +22,8 @@ from app.schema import endpoints
 log = logging.getLogger("uketsuke.circuits")
 
 SLOW_SECONDS = 2.0  # an answer that took longer; most receivers write the hook down and answer within a second
-# Both, before an endpoint is paused: few failures may be few callbacks, and many within minutes a deployment.
+# Both, before an endpoint is paused: few failures may be few callbacks, and many within minutes a deployment, which
+# takes less than ten of them.
 FAILURES_IN_A_ROW = 10
 FAILING_SECONDS = 600.0
 

@@ -31,7 +31,9 @@ _TRUSTED_SECONDS = 1.0
 # Kept open when nobody needs them: transactions take milliseconds, so more than eight at a time are a peak. PostgreSQL
 # counts idle ones too.
 _POOL_SIZE = 8
-_POOL_OVERFLOW = 8  # with the size as many as WEB_THREADS; four web processes and a courier fit into PostgreSQL's 100
+# With the size as many as WEB_THREADS (those of WEB_WAITERS look in Redis, and seldom in SQL); four web processes and a
+# courier fit into PostgreSQL's 100.
+_POOL_OVERFLOW = 8
 # The connection that was used last is taken first (`pool_use_lifo`): it knows the statements, and no more of them hold
 # pages in memory than are used at one time.
 # Of each connection's pages, as much as a transaction touches. More is of no use, since each commit of another process

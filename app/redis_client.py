@@ -94,24 +94,24 @@ def _tell(line: AbstractConnection, packed: Sequence[Sequence[bytes]]) -> list[A
     return []
 
 
-def on_own_line(ask: Callable[[AbstractConnection], list[Any]]) -> list[Any]:
-    """Asks on this thread's connection; once more on a new one, since a kept one may have been closed: that says
+def on_own_line(talk: Callable[[AbstractConnection], list[Any]]) -> list[Any]:
+    """Talks on this thread's connection; once more on a new one, since a kept one may have been closed: that says
     nothing about the server."""
     kept, told = (_line.connection, _line.told) if _line.of is client() else (None, ())
     if kept is not None:
         try:
-            return ask(kept)
+            return talk(kept)
         except ConnectionAway:
             pass
     pool = client().connection_pool
     _line.of, _line.connection, _line.told = client(), pool.connection_class(**pool.connection_kwargs), ()
     if told:
         _tell(_line.connection, told)
-    return ask(_line.connection)
+    return talk(_line.connection)
 
 
 def exchange(line: AbstractConnection, packed: Sequence[bytes], read: Callable[[], list[Any]]) -> list[Any]:
-    """Sends this, and reads what `read` does."""
+    """What `read` reads of the answers to this: all of them, else the line is closed."""
     try:
         line.send_packed_command(packed)
         _read_on(line)

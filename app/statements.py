@@ -68,7 +68,7 @@ def rows(tx: Connection, statement: Any, values: Mapping[str, Any]) -> list[Row]
 def together(tx: Connection, *asked: Asked, last: bool = False) -> list[list[Row]]:
     """What each of these statements returns, made in this order; in one round trip, where there are any. None of them
     depends on what another one returns. `last`: nothing follows in the transaction, which may be committed with them.
-    """
+    Raises `sqlalchemy.exc.DBAPIError`, which tells of the first of them when it cannot be known whose it is."""
     if tx.dialect.name != "postgresql" or len(asked) < 2:
         return [_rows(tx, statement, values) for statement, values in asked]
     ready = [_for(tx.dialect, statement) for statement, _ in asked]

@@ -163,7 +163,7 @@ def read(job_id: str) -> View | None:
         return None
     look = _Look(job_id)
     _looks.join(look)
-    try:
+    try:  # as `best_effort`, which takes a poll some microseconds
         return _understood(look)
     except redis_client.TROUBLE as error:
         redis_client.note(error, "read", job_id=job_id)

@@ -41,7 +41,7 @@ def has_time(row: Row, now: datetime) -> bool:
 
 def hand_over(rows: Sequence[Row]) -> None:
     """Leaves a token with those of these rows that are leased to whoever takes it, before anything else is said to
-    Redis: the thread that says it next waits for both."""
+    Redis: what this thread asks next is answered after it."""
     if not redis_client.away():
         with redis_client.best_effort("wake"):
             redis_client.tell(*commands([row for row in rows if row.leased_until is not None]))

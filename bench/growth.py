@@ -2,7 +2,8 @@
 
 Each operation is done by the real functions in this process, on an empty database and on a full one in turn. Told is
 the processor time that one of them takes, ours and the database's together, in microseconds: so other programs on the
-machine do not count. `job` is a claim and an end. Empty is a database with one job that waits, as the rescue has
+machine do not count. `handed over` is what the relay does with rows that a wake token names, and `relay` with those
+that it has to claim. `job` is a claim and an end. Empty is a database with one job that waits, as the rescue has
 nothing to ask when nobody waits for anything. `outlook` is what a process looks up at most once a second, and for at
 most 3 % of the time, and stops at the 500 places of a queue that it looks at one by one: no target names it.
 
@@ -21,7 +22,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from app import addresses, clock, config, db, kinds, outlook, stack, status, submissions
+from sqlalchemy import text
+
+from app import addresses, clock, config, db, kinds, outlook, stack, status, submissions, waking
 from app.api import create_app
 from bench.figures import Target
 from tasks import prune_expired, relay_outbox, rescue_stalled, run_job
@@ -32,9 +35,10 @@ WAITING = int(os.environ.get("WAITING", 200_000))
 REPEATS = int(os.environ.get("REPEATS", 7))
 _BLOCKS = 4  # of a run: what counts is their median, as one of them may hold somebody's pause
 _TIMES = 40  # that an operation is done in a block
+_WAITS = text("UPDATE outbox SET state = 'waiting', published_at = NULL WHERE task = 'run_job' AND target_id = :job_id")
 _LOOKS = 5  # of what is done once in a while
 
-OPERATIONS = ("submit", "poll", "relay", "job", "rescue", "prune", "outlook")
+OPERATIONS = ("submit", "poll", "handed over", "relay", "job", "rescue", "prune", "outlook")
 TARGETS = [
     Target(f"growth: {operation}", f"{operation} us", f"{database}, full", f"{database}, empty", at_most=1.15)
     for database in ("sqlite", "postgresql") for operation in OPERATIONS if operation != "outlook"]
@@ -114,7 +118,8 @@ def _block(api: Any, pids: list[int]) -> dict[str, float]:
 
     return {
         "submit": _cost(lambda: made.append(_submit()), _TIMES, pids),
-        "relay": _cost(_relay, 1, pids) / _TIMES,
+        "handed over": _cost(_pass_on, 1, pids) / _TIMES,
+        "relay": _cost(_relay_lost(made), 1, pids) / _TIMES,
         "poll": each(lambda job_id: _poll(api, job_id)),
         "job": each(run_job.run_once),
         "rescue": _cost(lambda: rescue_stalled.run_once(clock.now(), {}), _LOOKS, pids),
@@ -125,7 +130,8 @@ def _block(api: Any, pids: list[int]) -> dict[str, float]:
 
 def _one_of_each(api: Any) -> None:
     job_id = _submit()
-    _relay()
+    _pass_on()
+    _relay_lost([job_id])()
     _poll(api, job_id)
     run_job.run_once(job_id)
     rescue_stalled.run_once(clock.now(), {})
@@ -138,8 +144,22 @@ def _submit() -> str:
     return submissions.submit_job(config.EVERYBODY, kind, {"n": 5}, None, None, clock.now()).job_id
 
 
-def _relay() -> None:
-    relay_outbox.drain(lambda *rows: None)
+def _publish(*rows: Any) -> None:
+    """Takes it."""
+
+
+def _pass_on() -> None:
+    unmarked = relay_outbox.Unmarked()
+    relay_outbox.pass_on(_publish, waking.take(), clock.now, contextlib.nullcontext, unmarked)
+    relay_outbox._mark(unmarked, clock.now())
+
+
+def _relay_lost(made: list[str]) -> Callable[[], Any]:
+    """As if nobody had taken the tokens of these."""
+    with db.transaction() as tx:
+        for job_id in made:
+            tx.execute(_WAITS, {"job_id": job_id})
+    return lambda: relay_outbox.drain(_publish)
 
 
 def _poll(api: Any, job_id: str) -> None:

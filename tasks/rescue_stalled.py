@@ -52,10 +52,10 @@ def run_once(now: datetime, free_since: dict[str, datetime], spare_jobs: bool = 
     and what no tick had time for yet.
     """
     rescued = 0 if spare_jobs else _rescue_jobs(now)
-    rescued += _rescue_deliveries(now) + _give_up(now) + _stage_overlooked(now) + _republish_lost(now, free_since)
+    rescued += _rescue_deliveries(now) + _give_up(now) + _stage_overlooked(now)
     if rescued:
         waking.relay()
-    return rescued
+    return rescued + _republish_lost(now, free_since)
 
 
 def _rescue_jobs(now: datetime) -> int:

@@ -84,7 +84,7 @@ def run(held: Job, now: Callable[[], datetime], end: End) -> Job | None:
 
 
 def claim(job_id: str, now: datetime, first: bool = False) -> Job | None:
-    """The next attempt of this job, or only the first one, which is shown as running; None when somebody else has it or
+    """The next attempt of this job, or only the first one, of which the view is told; None when somebody else has it or
     it is done."""
     with db.transaction() as tx:
         held = claim_if_free(tx, job_id, now, first)

@@ -102,7 +102,7 @@ def test_a_target_whose_peer_was_not_measured_has_no_verdict() -> None:
 
 
 @pytest.mark.parametrize(("page", "of", "name"), [
-    *((report.PAGE, "bench", name) for name in ("targets", "losses", "servers", "figures")),
+    *((report.PAGE, "bench", name) for name in ("targets", "losses", "breakdown", "servers", "figures")),
     (scaling.PAGE, "scaling", "figures"),
 ])
 def test_the_page_has_a_place_for_each_table(page: Path, of: str, name: str, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 from flask.testing import FlaskClient
 from sqlalchemy.exc import OperationalError
 
-from app import clock, db, deliveries, redis_client, states, turns
+from app import clock, db, deliveries, redis_client, states, turns, waking
 from tasks import deliver_webhook, rescue_stalled, run_job, threads
 from tasks.egress import Answer
 from tests import receiver as receivers
@@ -200,13 +200,13 @@ def test_a_busy_hosts_callbacks_wait_without_messages_and_in_order(
         for waiting in (third, second):
             assert deliver_webhook.run_once(waiting) is None
         assert world.count("outbox", "task = 'deliver_webhook'") == 0
-        world.redis.delete("outbox:wake")
+        world.redis.delete(waking.KEY)
         return Answer(204, None, b"")
 
     assert deliver_webhook.run_once(first, post=post).state == "delivered"
     assert world.sql("SELECT DISTINCT attempts FROM deliveries WHERE state = 'pending'") == [(0,)]
     assert [row for row in relay() if row[0] == "deliver_webhook"] == [("deliver_webhook", second)]
-    assert world.redis.llen("outbox:wake") == 1
+    assert world.redis.llen(waking.KEY) == 1
     assert deliver_webhook.run_once(second).state == "delivered"
     assert [row for row in relay() if row[0] == "deliver_webhook"] == [("deliver_webhook", third)]
 

@@ -15,7 +15,7 @@ import pytest
 from flask.testing import FlaskClient
 from sqlalchemy import event
 
-from app import clock, db, jobs, kinds, outbox, presence, states
+from app import clock, db, jobs, kinds, outbox, presence, states, waking
 from tasks import publishing, relay_outbox, rescue_stalled, run_in_turn, run_job, sharing
 from tests.asking import all_at_once, another, cancel, nothing_is_wrong
 from tests.conftest import World, one_database
@@ -147,12 +147,12 @@ def test_who_waits_behind_a_long_one_goes_to_others(
 ) -> None:
     monkeypatch.setattr(sharing, "MOST_SECONDS", 1)
     ids = acting("well", "last long", "well", "well")
-    assert messages() == [ids] and world.redis.delete("outbox:wake")
+    assert messages() == [ids] and world.redis.delete(waking.KEY)
     working = threading.Thread(target=run_in_turn.run_in_turn, args=(ids,))
     working.start()
     wait_until(lambda: world.count("outbox", "state = 'waiting'") == 2, what="the others wait for a message")
     assert shown(api, ids[1]) == ("running", 1) and messages() == [[ids[2]], [ids[3]]]
-    assert world.redis.llen("outbox:wake") == 1
+    assert world.redis.llen(waking.KEY) == 1
     for job_id in ids[2:]:
         run_job.run_once(job_id)
     _long.set()

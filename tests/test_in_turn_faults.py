@@ -15,7 +15,7 @@ from flask.testing import FlaskClient
 from sqlalchemy import Connection, text
 from sqlalchemy.exc import OperationalError
 
-from app import clock, db, jobs, kinds, metrics, outlook, status
+from app import clock, db, jobs, kinds, metrics, outlook, status, waking
 from app.jobs import Job
 from tasks import run_in_turn, run_job, run_together
 from tests.asking import cancel
@@ -84,11 +84,11 @@ def test_whoever_shared_the_message_of_a_dead_process_goes_to_others(
 ) -> None:
     """The rescue could not tell that it is lost as long as all slots are busy."""
     ids = acting("die", "well", "well") if submitted == "jobs" else submit_notes(api, 3)
-    assert messages() == [ids] and world.redis.delete("outbox:wake")
+    assert messages() == [ids] and world.redis.delete(waking.KEY)
     assert run_job.claim(ids[0], clock.now()) is not None
     task = run_in_turn.run_in_turn if submitted == "jobs" else run_together.run_together
     signals.task_failure.send(sender=task, task_id="x", exception=WorkerLostError(), args=[ids], kwargs={})
-    wait_until(lambda: world.redis.llen("outbox:wake") == 1, what="the others are staged")
+    wait_until(lambda: world.redis.llen(waking.KEY) == 1, what="the others are staged")
     assert messages() == [[ids[1]], [ids[2]]]
 
 

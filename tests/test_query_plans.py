@@ -14,7 +14,7 @@ from flask.testing import FlaskClient
 from psycopg import sql
 
 from app import clock, db, jobs, outlook, redis_client, schema
-from tasks import deliver_webhook, prune_expired, rescue_stalled, run_job
+from tasks import deliver_webhook, prune_expired, rescue_stalled, run_in_turn, run_job, run_together
 from tasks.egress import Answer
 from tests import crowd, statements
 from tests.conftest import World
@@ -42,6 +42,7 @@ SORTS = {
     "AS anon_1 FROM deliveries WHERE deliveries.endpoint": "callbacks of an endpoint that are due at one moment",
     "FROM history_events": "what happened to one note",
     "deliveries.created_at": "the rounds of one job, or of a page's",
+    "WITH of_targets AS": "the rows of one message, 50 at most",
     "ORDER BY outbox.available_at LIMIT": "PostgreSQL may sort the first 2,000 for the outlook",
 }
 
@@ -80,6 +81,8 @@ def everything(world: World, api: FlaskClient) -> None:
         api.post(f"/jobs/{running}/{path}")
         api.post(f"/jobs/{told[0]}/{path}")
     call_back()
+    run_in_turn.run_all([submit(api, n=5) for _ in range(3)])
+    run_together.run_all([api.post("/notes", json={"text": "a note"}).json["job_id"] for _ in range(3)])
     world.redis.flushall()
     read(api, told[0], noted["id"])
     outlook.forget()

@@ -315,9 +315,9 @@ def test_a_stalled_job_runs_again_and_a_job_that_kills_ends(api: FlaskClient, wo
         for attempt in (1, 2):
             die_in_mid_job(job_id)
             assert rescue({}, 0) == 0  # the lease stands
-            world.redis.delete("outbox:wake")
+            world.redis.delete(waking.KEY)
             assert rescue({}, 31) == 1
-            assert world.redis.llen("outbox:wake") == 1
+            assert world.redis.llen(waking.KEY) == 1
             shown = api.get(f"/jobs/{job_id}").json
             assert shown["status"] == ("queued" if attempt == 1 else "failed") and shown["attempt"] == attempt
     assert shown["error"]["code"] == "crashed"

@@ -12,7 +12,7 @@ from celery.exceptions import SoftTimeLimitExceeded
 from flask.testing import FlaskClient
 from pydantic import BaseModel
 
-from app import clock, db, jobs, kinds
+from app import clock, db, jobs, kinds, waking
 from tasks import celery, run_job
 from tests.conftest import World, one_database
 from tests.running import a_kind, die_in_mid_job, later, relay, run_to_end, submit
@@ -260,9 +260,9 @@ def test_the_end_and_what_follows_from_it_are_one_transaction(api: FlaskClient, 
     assert run_job.run_once(job_id).status == "queued"
     assert world.count("deliveries") == 0
     world.sql(drop)
-    world.redis.delete("outbox:wake")
+    world.redis.delete(waking.KEY)
     assert run_to_end(job_id).status == "succeeded"
-    assert world.redis.llen("outbox:wake") == 1  # the callback goes at once
+    assert world.redis.llen(waking.KEY) == 1  # the callback goes at once
     assert (world.count("deliveries"), world.count("outbox", "task = 'deliver_webhook'")) == (1, 1)
 
 

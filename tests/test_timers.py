@@ -1,12 +1,13 @@
-"""What a worker's own process keeps of jobs that are over."""
+"""What a worker's own process keeps of jobs that are over, and of the broker."""
 from __future__ import annotations
 
 import time
 
+from kombu import Connection
 from kombu.asynchronous import Hub
 
 from tasks import broker
-from tests.servers import wait_until
+from tests.servers import Valkey, wait_until
 
 
 class Consumer(broker.Reconnecting):
@@ -44,3 +45,13 @@ def test_time_limits_of_jobs_that_are_not_over_stay() -> None:
     Consumer(hub).on_send_event_buffered()
     assert len(hub.timer) == len(kept) + 1
     hub.close()
+
+
+def test_a_channel_has_one_client_until_its_connections_are_dropped(valkey: Valkey) -> None:
+    with Connection(valkey.url) as connection, connection.channel() as channel:
+        assert isinstance(channel, broker.Channel)
+        first = channel._create_client()
+        assert channel._create_client() is first and first.ping()
+        assert channel._create_client(asynchronous=True) is not first
+        channel._disconnect_pools()
+        assert channel._create_client() is not first and channel._create_client().ping()

@@ -14,7 +14,7 @@ from celery.exceptions import SoftTimeLimitExceeded
 from flask.testing import FlaskClient
 from pydantic import BaseModel
 
-from app import at_once, clock, db, jobs, kinds, notes, outbox, presence, states
+from app import at_once, clock, db, jobs, kinds, notes, outbox, presence, states, waking
 from tasks import publishing, relay_outbox, rescue_stalled, run_job, run_together, sharing
 from tests.asking import all_at_once, another, cancel, nothing_is_wrong
 from tests.conftest import World, one_database
@@ -112,10 +112,10 @@ def test_each_fails_alone_and_is_tried_again_alone(api: FlaskClient, world: Worl
 
 def test_who_hangs_takes_no_attempt_from_the_others(api: FlaskClient, world: World, acting: Any) -> None:
     ids = acting("well", "hang", "very well")
-    assert messages() == [ids] and world.redis.delete("outbox:wake")
+    assert messages() == [ids] and world.redis.delete(waking.KEY)
     run_together.run_together(ids)
     assert {shown(api, job_id) for job_id in ids} == {("queued", 0)} and kept(world) == []
-    assert messages() == [[job_id] for job_id in ids] and world.redis.llen("outbox:wake") == 1
+    assert messages() == [[job_id] for job_id in ids] and world.redis.llen(waking.KEY) == 1
     after = [run_job.run_once(job_id) for job_id in ids]
     assert [(job.status, job.attempt) for job in after] == [("succeeded", 1), ("queued", 1), ("succeeded", 1)]
 
@@ -150,10 +150,10 @@ def test_what_takes_too_long_together_is_left_for_another_message(
 ) -> None:
     monkeypatch.setattr(run_together, "MOST_SECONDS", 0)
     ids = acting("1", "2", "3")
-    assert messages() == [ids] and world.redis.delete("outbox:wake")
+    assert messages() == [ids] and world.redis.delete(waking.KEY)
     run_together.run_together(ids)
     assert [shown(api, job_id) for job_id in ids] == [("succeeded", 1), ("queued", 0), ("queued", 0)]
-    assert world.redis.llen("outbox:wake") == 1 and messages() == [ids[1:]]
+    assert world.redis.llen(waking.KEY) == 1 and messages() == [ids[1:]]
     run_together.run_together(ids[1:])
     assert shown(api, ids[1]) == ("succeeded", 1) and shown(api, ids[2]) == ("queued", 0) and kept(world) == ["1", "2"]
 
