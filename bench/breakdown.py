@@ -20,7 +20,7 @@ from bench import installations, load, machine, receiving, report, stores
 from tests.servers import wait_until
 
 PAGE = Path(__file__).parent.parent / "docs" / "performance.md"
-ROUNDS = int(os.environ.get("ROUNDS", 300))
+ROUNDS = int(os.environ.get("ROUNDS") or 300)
 _PATIENCE_SECONDS = 30.0
 _WARM_UP = 20  # of the rounds, not counted: connections, first statements
 _SENT, _ANSWERED, _SEEN = "sent", "answered", "seen"
