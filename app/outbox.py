@@ -39,21 +39,21 @@ class Row:
 _columns = [outbox.c[field.name] for field in fields(Row)]
 
 
-def staged(
-    task: str, target_id: str, queue: str, time_limit_seconds: float | None, available_at: datetime,
-    together: str | None, leased_until: datetime | None = None,
-) -> Row:
-    """A row as it is when it has been staged, but for its id, which nobody knows but SQL: `waiting`, or leased until
-    then to the relay that it is handed over to."""
-    leased = leased_until is not None
+Target = tuple[str, str, float | None, str | None]  # id, queue, time limit, and what it may go together with
+
+
+def handed_over(task: str, target: Target, available_at: datetime, leased_until: datetime) -> Row:
+    """A row as it is when it has been staged for whoever takes its token, but for its id, which only SQL knows."""
+    target_id, queue, seconds, together = target
     return Row(
-        0, task, target_id, queue, time_limit_seconds, states.LEASED if leased else states.WAITING, available_at,
-        _HANDED_OVER if leased else None, leased_until, None, 0, None, together)
+        0, task, target_id, queue, seconds, states.LEASED, available_at, _HANDED_OVER, leased_until, None, 0, None,
+        together)
 
 
-_staged = (
-    "task", "target_id", "queue", "time_limit_seconds", "state", "available_at", "lease", "leased_until", "together")
-_new = [outbox.c[name] for name in (*_staged, "created_at")]
+_new = [
+    outbox.c[name] for name in (
+        "task", "target_id", "queue", "time_limit_seconds", "state", "available_at", "lease", "leased_until",
+        "created_at", "together")]
 
 
 def _anew(made: Any) -> Any:
@@ -79,14 +79,21 @@ def stage(
 
     The caller holds the transaction that makes it necessary. Staging what is staged already makes it due anew.
     """
-    statements.together(tx, staging(tx, [
-        staged(task, target_id, queue, time_limit_seconds, available_at or now, together)], now))
+    statements.together(tx, staging(tx, task, [(target_id, queue, time_limit_seconds, together)], now, available_at))
 
 
-def staging(tx: Connection, rows: Sequence[Row], now: datetime) -> statements.Asked:
-    """What stages these rows, one at least, as `stage` does."""
+def staging(
+    tx: Connection, task: str, targets: Sequence[Target], now: datetime, available_at: datetime | None = None,
+    leased_until: datetime | None = None,
+) -> statements.Asked:
+    """What stages several targets, one at least, as `stage` does; leased until then to whoever takes their token."""
+    of_all = {
+        "task": task, "available_at": available_at or now, "created_at": now,
+        "state": states.LEASED if leased_until else states.WAITING,
+        "lease": _HANDED_OVER if leased_until else None, "leased_until": leased_until}
     return statements.of_all(tx, _stage, [
-        {**{name: getattr(row, name) for name in _staged}, "created_at": now} for row in rows])
+        {**of_all, "target_id": target_id, "queue": queue, "time_limit_seconds": seconds, "together": together}
+        for target_id, queue, seconds, together in targets])
 
 
 # Each state by its own index, in order: a backlog is never sorted. CTEs are evaluated once; as a plain subquery

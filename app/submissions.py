@@ -18,7 +18,7 @@ from app.errors import BacklogFull
 from app.group_commit import GroupCommit
 from app.jobs import Job
 from app.kinds import Kind
-from app.outbox import Row
+from app.outbox import Target
 
 log = logging.getLogger("uketsuke.submissions")
 
@@ -56,7 +56,8 @@ class _Submission:
     note_id: int | None = None
     job: Job | None = None
     body: str = ""
-    message: Row | None = None
+    target: Target | None = None
+    leased_until: datetime | None = None
 
 
 def submit_job(
@@ -120,9 +121,9 @@ def _write(tx: Connection, batch: Sequence[_Submission]) -> None:
     until = waking.leased_until(now)
     for new, job in zip(batch, written):
         new.job, new.body = job, json.dumps(_answer(new, job), ensure_ascii=False) + "\n"
-        new.message = outbox.staged(
-            states.RUN_JOB, job.id, job.queue, job.time_limit_seconds, now, _together_with(new), until)
-    asked = [jobs.submitting(tx, written), outbox.staging(tx, _messages(batch), now)]
+        new.target, new.leased_until = (job.id, job.queue, job.time_limit_seconds, _together_with(new)), until
+    asked = [jobs.submitting(tx, written),
+             outbox.staging(tx, states.RUN_JOB, _targets(batch), now, leased_until=until)]
     if records := [
         (new.owner, new.key.text, idempotency.Record(new.key.fingerprint, job.id, new.note_id, new.body))
         for new, job in zip(batch, written) if new.key is not None
@@ -156,12 +157,14 @@ def _answer(new: _Submission, job: Job) -> dict[str, Any]:
     return {"id": new.note_id, "text": new.note, "job_id": job.id, "status_url": new.root + jobs.path(job.id)}
 
 
-def _messages(of: Sequence[_Submission]) -> list[Row]:
-    return [new.message for new in of if new.message is not None]
+def _targets(of: Sequence[_Submission]) -> list[Target]:
+    return [new.target for new in of if new.target is not None]
 
 
 def _show(committed: Sequence[_Submission]) -> None:
-    waking.hand_over(_messages(committed))  # first: the relay's way is longer
+    # First, as the relay's way is longer. Mostly all of them are of one transaction.
+    for until in dict.fromkeys(new.leased_until for new in committed):
+        waking.hand_over(states.RUN_JOB, _targets([new for new in committed if new.leased_until == until]), until)
     status.write_all([(new.job, None) for new in committed if new.job is not None])
 
 

@@ -3,29 +3,32 @@ submission's names the rows that it has committed, which are leased to whoever t
 claim them. Any token may get lost: SQL knows all that is due, and once the lease is over the next tick finds it."""
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Sequence
 from datetime import datetime, timedelta
 from typing import Any
 
 from app import outbox, redis_client, states
-from app.outbox import Row
+from app.outbox import Row, Target
 
 KEY = "outbox:wake"
 # For so long the rows of a token are left to the relay that takes it: one that stands still for less, on a machine that
 # is busy, leads to no second message. What a lost token named waits for so long, and for the next tick.
 HANDED_SECONDS = 2.0
 _MARGIN_SECONDS = 0.25  # before that ends: to publish and to mark takes a tenth of a second
+_TRIM_EVERY = 50  # tokens of a process: for each it would be a third of what a token costs
 _MOST = 1000  # tokens, when no relay takes them: more than submissions commit within a tick
 _AT_ONE_TIME = 100  # as many as a relay's claim takes rows: a relay that is torn away leaves little to its next tick
 
 
-def commands(handed: Sequence[Row] = ()) -> tuple[tuple[Any, ...], ...]:
-    """The Redis commands that leave a token, with these rows."""
-    token = json.dumps([
-        [row.task, row.target_id, row.queue, row.time_limit_seconds, row.available_at.isoformat(), row.together,
-         row.leased_until and row.leased_until.isoformat()] for row in handed])
-    return ("RPUSH", KEY, token), ("LTRIM", KEY, -_MOST, -1)
+_numbers = itertools.count()
+
+
+def commands(token: str = "[]") -> tuple[tuple[Any, ...], ...]:
+    """The Redis commands that leave a token."""
+    trims = next(_numbers) % _TRIM_EVERY == 0
+    return ("RPUSH", KEY, token), *([("LTRIM", KEY, -_MOST, -1)] if trims else [])
 
 
 def leased_until(now: datetime) -> datetime | None:
@@ -39,12 +42,12 @@ def has_time(row: Row, now: datetime) -> bool:
     return row.leased_until is not None and now + timedelta(seconds=_MARGIN_SECONDS) < row.leased_until
 
 
-def hand_over(rows: Sequence[Row]) -> None:
-    """Leaves a token with those of these rows that are leased to whoever takes it, before anything else is said to
-    Redis: what this thread asks next is answered after it."""
+def hand_over(task: str, targets: Sequence[Target], until: datetime | None) -> None:
+    """Leaves a token with rows that were staged like this, and are leased until then to whoever takes it, before
+    anything else is said to Redis: what this thread asks next is answered after it."""
     if not redis_client.away():
         with redis_client.best_effort("wake"):
-            redis_client.tell(*commands([row for row in rows if row.leased_until is not None]))
+            redis_client.tell(*commands(json.dumps([task, until.isoformat(), targets]) if until else "[]"))
 
 
 def relay() -> None:
@@ -80,17 +83,18 @@ def take() -> list[list[Row]]:
 
 def _rows(token: str) -> list[Row]:
     try:
-        return [_row(*columns) for columns in json.loads(token)]
-    except (ValueError, TypeError):  # another version's, or a stranger's: it says that something is due
+        task, until, targets = json.loads(token)
+        ends = datetime.fromisoformat(until)
+        staged_at = ends - timedelta(seconds=HANDED_SECONDS)
+        if task not in states.OUTBOX_TASKS or ends.tzinfo is None:
+            return []
+        return [outbox.handed_over(task, _target(*target), staged_at, ends) for target in targets]
+    except (ValueError, TypeError, OverflowError):  # another version's, or a stranger's: something is due
         return []
 
 
-def _row(
-    task: str, target_id: str, queue: str, seconds: float | None, available_at: str, together: str | None, until: str,
-) -> Row:
-    moments = [datetime.fromisoformat(available_at), datetime.fromisoformat(until)]
-    texts = (target_id, queue, "" if together is None else together)
-    if task not in states.OUTBOX_TASKS or not all(isinstance(text, str) and text.isprintable() for text in texts) or (
-            not all(moment.tzinfo for moment in moments)):
-        raise ValueError("no row of the outbox")
-    return outbox.staged(task, target_id, queue, seconds and float(seconds), moments[0], together, moments[1])
+def _target(target_id: str, queue: str, seconds: float | None, together: str | None) -> Target:
+    for text in (target_id, queue, "" if together is None else together):
+        if not isinstance(text, str) or not text.isprintable():
+            raise ValueError("no row of the outbox")
+    return target_id, queue, seconds and float(seconds), together
