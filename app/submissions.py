@@ -12,7 +12,7 @@ from typing import Any
 from sqlalchemy import Connection
 from sqlalchemy.exc import IntegrityError
 
-from app import db, idempotency, ids, jobs, metrics, notes, outbox, outlook, statements, states, status, waking
+from app import clock, db, idempotency, ids, jobs, metrics, notes, outbox, outlook, statements, states, status, waking
 from app.config import settings
 from app.errors import BacklogFull
 from app.group_commit import GroupCommit
@@ -118,7 +118,7 @@ def _write(tx: Connection, batch: Sequence[_Submission]) -> None:
         for new, note_id in zip(noted, notes.add(tx, [(new.owner, new.note or "") for new in noted], now)):
             new.note_id, new.members = note_id, {"note_id": note_id}
     written = [new_job(new.owner, new.kind, new.members, new.callback_url, new.note_id, new.now) for new in batch]
-    until = waking.leased_until(now)
+    until = waking.leased_until(clock.now())  # they may have waited long for the writer's turn
     for new, job in zip(batch, written):
         new.job, new.body = job, json.dumps(_answer(new, job), ensure_ascii=False) + "\n"
         new.target, new.leased_until = (job.id, job.queue, job.time_limit_seconds, _together_with(new)), until

@@ -21,7 +21,6 @@ _TRIM_EVERY = 50  # tokens of a process: for each it would be a third of what a 
 _MOST = 1000  # tokens, when no relay takes them: more than submissions commit within a tick
 _AT_ONE_TIME = 100  # as many as a relay's claim takes rows: a relay that is torn away leaves little to its next tick
 
-
 _numbers = itertools.count()
 
 

@@ -12,7 +12,7 @@ from flask.testing import FlaskClient
 from kombu.exceptions import OperationalError as BrokerAway
 from sqlalchemy import select, text
 
-from app import clock, db, outbox, redis_client, waking
+from app import clock, db, kinds, outbox, redis_client, submissions, waking
 from app.outbox import Row
 from tasks import publishing, relay_outbox, run_job
 from tests.conftest import World, one_database
@@ -21,6 +21,7 @@ from tests.servers import wait_until
 
 
 UNTIL, TARGET = "2026-11-30T12:00:00.000000+00:00", ["x", "q", 1, None]
+NEVER = later(0)
 TOKEN = ["run_job", UNTIL, [TARGET]]
 
 
@@ -58,7 +59,8 @@ def test_a_token_says_what_the_outbox_says(api: FlaskClient, world: World) -> No
     with db.reading() as view:
         kept = [Row(*row) for row in view.execute(select(*outbox._columns).order_by(outbox.outbox.c.id))]
     assert len(handed) == 4
-    assert handed == [replace(row, id=0) for row in kept]
+    assert [replace(row, available_at=NEVER) for row in handed] == [
+        replace(row, id=0, available_at=NEVER) for row in kept]
 
 
 def test_what_is_handed_over_is_published_once_by_whoever_takes_its_token(api: FlaskClient, world: World) -> None:
@@ -172,6 +174,13 @@ def test_what_the_broker_does_not_take_is_claimed_when_its_lease_is_over(
         assert work(waking.take()) == 0
     assert states(world) == {job_id: "leased"} and relay() == []
     assert relay(later(waking.HANDED_SECONDS)) == [("run_job", job_id)]
+
+
+@one_database
+def test_who_waited_long_for_the_writer_is_handed_over_all_the_same(api: FlaskClient, world: World) -> None:
+    waited = submissions._Submission("ada", kinds.registry()["primes"], {"n": 5}, None, None, later(-9))
+    submissions._group.commit(waited)
+    assert work(waking.take()) == 1
 
 
 @one_database
