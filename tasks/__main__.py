@@ -67,6 +67,9 @@ def main() -> int:
     os.environ["UKETSUKE_ROLE"] = role
     if role == "flower":
         os.environ.pop("PROMETHEUS_MULTIPROC_DIR", None)  # its own metrics are not ours
+    else:
+        from tasks import broker  # noqa: F401; whole before a signal comes, at which beat may ask for its schedule
+
     from celery import __main__ as command
 
     # Called, not executed: a new program would import it all once more. Celery may start itself anew with these words.
