@@ -68,7 +68,9 @@ def main() -> int:
     if role == "flower":
         os.environ.pop("PROMETHEUS_MULTIPROC_DIR", None)  # its own metrics are not ours
     else:
-        from tasks import broker  # noqa: F401; whole before a signal comes, at which beat may ask for its schedule
+        # Whole before a signal comes, at which beat may make its schedule a second time.
+        from celery.app import amqp  # noqa: F401
+        from tasks import broker  # noqa: F401
 
     from celery import __main__ as command
 
