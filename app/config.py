@@ -82,7 +82,7 @@ class Settings(BaseSettings):
     idempotency_ttl_seconds: int = Field(86_400, ge=1)  # whoever repeats a submission does it within a day
 
     # A tick is a message and a look at the outbox. With a wake token nobody waits for one.
-    relay_interval_seconds: float = Field(1, gt=0, le=3600)  # how late a submission is when Redis holds no wake token
+    relay_interval_seconds: float = Field(1, gt=0, le=3600)  # how late a submission is at most while Redis is away
     # Six heartbeats. Shorter: a process that stands still for a moment loses its job; longer: a killed one's job waits.
     lease_seconds: float = Field(30, ge=1, le=3600)  # how long a silent worker keeps its job
     rescue_interval_seconds: float = Field(5, gt=0, le=3600)  # on top of a lease; a look takes 3 to 6 ms

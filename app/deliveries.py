@@ -235,19 +235,14 @@ def record(
     return after
 
 
-_append = insert(delivery_attempts).values({column.name: bindparam(column.name) for column in _attempt_columns})
-_append_all = {
-    "sqlite": _append,
-    "postgresql": insert(delivery_attempts).from_select(
-        [column.name for column in _attempt_columns], statements.arrays(*_attempt_columns)),
-}
+_append = statements.inserts(delivery_attempts, _attempt_columns)
 
 
 def append(tx: Connection, *made: Attempt) -> None:
     """The rows of attempts."""
     values = [replace(
         tried, error=None if tried.error is None else storable(excerpts.line(tried.error))) for tried in made]
-    statements.together(tx, statements.of_all(tx, _append_all, list(map(vars, values))))
+    statements.together(tx, statements.of_all(tx, _append, list(map(vars, values))))
 
 
 # A hundred a look: each is ended in a transaction of its own, between which others write.

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from sqlalchemy import Connection, bindparam, insert, select
+from sqlalchemy import Connection, bindparam, select
 
 from app import jobs, statements
 from app.errors import KeyReused
@@ -27,10 +27,7 @@ class Record:
 
 _columns = (keys.c.fingerprint, keys.c.job_id, keys.c.note_id, keys.c.body)
 _find = select(*_columns).where(keys.c.owner == bindparam("of_owner"), keys.c.key == bindparam("of_key"))
-_keep = {
-    "sqlite": insert(keys),
-    "postgresql": insert(keys).from_select([column.name for column in keys.c], statements.arrays(*keys.c)),
-}
+_keep = statements.inserts(keys, list(keys.c))
 
 
 def fingerprint(method: str, path: str, request: Any) -> str:

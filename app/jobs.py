@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 from datetime import datetime, timedelta
 from typing import Any
 
-from sqlalchemy import Connection, bindparam, func, insert, select, update
+from sqlalchemy import Connection, bindparam, func, select, update
 
 from app import outbox, statements, states
 from app.clock import isoformat, now as the_present
@@ -125,10 +125,7 @@ _new = [
     jobs.c[name] for name in (
         "id", "owner", "kind", "queue", "status", "max_attempts", "time_limit_seconds", "input", "note_id",
         "callback_url", "created_at")]
-_submit = {
-    "sqlite": insert(jobs).values({column.name: bindparam(column.name) for column in _new}),
-    "postgresql": insert(jobs).from_select([column.name for column in _new], statements.arrays(*_new)),
-}
+_submit = statements.inserts(jobs, _new)
 
 
 def submitting(tx: Connection, new: Sequence[Job]) -> statements.Asked:

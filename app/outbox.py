@@ -8,7 +8,6 @@ from datetime import datetime
 from typing import Any
 
 from sqlalchemy import Connection, and_, bindparam, delete, func, select, union_all, update
-from sqlalchemy.dialects import postgresql, sqlite
 
 from app import statements, states
 from app.schema import guard, outbox
@@ -63,11 +62,7 @@ def _anew(made: Any) -> Any:
               "published_at": None, "failures": 0, "last_error": None})
 
 
-_stage = {
-    "sqlite": _anew(sqlite.insert(outbox).values({column.name: bindparam(column.name) for column in _new})),
-    "postgresql": _anew(postgresql.insert(outbox).from_select(
-        [column.name for column in _new], statements.arrays(*_new))),
-}
+_stage = {database: _anew(made) for database, made in statements.inserts(outbox, _new).items()}
 
 
 def stage(
@@ -126,8 +121,7 @@ _held = (guard(outbox.c.state, states.LEASED), outbox.c.lease == bindparam("by")
 _free = {"lease": None, "leased_until": None}
 # In the order of their ids, as everybody who holds several: two never wait for each other.
 _these = select(outbox.c.id).where(
-    outbox.c.id.in_(bindparam("ids", expanding=True)), guard(outbox.c.state, states.LEASED),
-    outbox.c.lease.in_(bindparam("leases", expanding=True))).order_by(outbox.c.id).with_for_update().cte("these")
+    outbox.c.id.in_(bindparam("ids", expanding=True)), *_held).order_by(outbox.c.id).with_for_update().cte("these")
 _taken = and_(
     outbox.c.task.in_(states.OUTBOX_TASKS), outbox.c.target_id.in_(bindparam("of_targets", expanding=True)),
     guard(outbox.c.state, states.LEASED), outbox.c.lease.in_(bindparam("leases", expanding=True)))
@@ -157,7 +151,7 @@ def mark_published(tx: Connection, rows: Sequence[Row], now: datetime) -> int:
 
 def release(tx: Connection, lease: str, ids: Sequence[int], available_at: datetime) -> int:
     """leased → waiting: the broker took none of these; not the rows' fault."""
-    return tx.execute(_release, {"ids": list(ids), "leases": [lease], "due": available_at}).rowcount if ids else 0
+    return tx.execute(_release, {"ids": list(ids), "by": lease, "due": available_at}).rowcount if ids else 0
 
 
 def refuse(tx: Connection, lease: str, row: Row, why: str, available_at: datetime) -> str:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sqlalchemy import ARRAY, Connection, Dialect, bindparam, func, select
+from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.sql.compiler import SQLCompiler
 
@@ -102,9 +103,12 @@ def of_all(tx: Connection, variants: Mapping[str, Any], values: Sequence[Mapping
     return variant, {name: [each[name] for each in values] for name in values[0]}
 
 
-def arrays(*columns: Any) -> Any:
-    """A query of rows that are given as arrays, one for each of these columns, of its name."""
-    return select(*(func.unnest(bindparam(column.name, type_=ARRAY(column.type))) for column in columns))
+def inserts(table: Any, columns: Sequence[Any]) -> dict[str, Any]:
+    """The variants, for `of_all`, of an insert of several rows with these columns."""
+    names = [column.name for column in columns]
+    as_arrays = select(*(func.unnest(bindparam(column.name, type_=ARRAY(column.type))) for column in columns))
+    return {"sqlite": sqlite.insert(table).values({name: bindparam(name) for name in names}),
+            "postgresql": postgresql.insert(table).from_select(names, as_arrays)}
 
 
 def first(tx: Connection, statement: Any, values: Mapping[str, Any]) -> Row | None:

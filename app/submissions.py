@@ -56,7 +56,6 @@ class _Submission:
     note_id: int | None = None
     job: Job | None = None
     body: str = ""
-    target: Target | None = None
     leased_until: datetime | None = None
 
 
@@ -121,7 +120,7 @@ def _write(tx: Connection, batch: Sequence[_Submission]) -> None:
     until = waking.leased_until(clock.now())  # they may have waited long for the writer's turn
     for new, job in zip(batch, written):
         new.job, new.body = job, json.dumps(_answer(new, job), ensure_ascii=False) + "\n"
-        new.target, new.leased_until = (job.id, job.queue, job.time_limit_seconds, _together_with(new)), until
+        new.leased_until = until
     asked = [jobs.submitting(tx, written),
              outbox.staging(tx, states.RUN_JOB, _targets(batch), now, leased_until=until)]
     if records := [
@@ -158,7 +157,8 @@ def _answer(new: _Submission, job: Job) -> dict[str, Any]:
 
 
 def _targets(of: Sequence[_Submission]) -> list[Target]:
-    return [new.target for new in of if new.target is not None]
+    return [(new.job.id, new.job.queue, new.job.time_limit_seconds, _together_with(new))
+            for new in of if new.job is not None]
 
 
 def _show(committed: Sequence[_Submission]) -> None:

@@ -99,7 +99,6 @@ class Outcome:
     taken: list[Row] = field(default_factory=list)
     refused: list[tuple[Row, str]] = field(default_factory=list)
     left: list[Row] = field(default_factory=list)
-    away: bool = False
 
 
 def publish_all(publish: Publish, rows: list[Row], batch: Batch) -> Outcome:
@@ -115,7 +114,6 @@ def publish_all(publish: Publish, rows: list[Row], batch: Batch) -> Outcome:
                     found.refused.extend((row, why) for row in message)
     except AWAY as error:
         log.warning("the broker is away", extra={"error": f"{type(error).__name__}: {error}"})
-        found.away = True
         if isinstance(error, BatchPublishError):
             messages = []  # perhaps they have arrived: a repeated message is harmless
     for task, number in Counter(message[0].task for message in messages).items():

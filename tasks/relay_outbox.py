@@ -83,7 +83,7 @@ def drain(
         pending.add(became.taken)
         published += len(became.taken)
         _give_back(lease, became, now())
-        if became.away or len(due) < BATCH:
+        if became.left or len(due) < BATCH:
             break
     if unmarked is None:
         _mark(pending, now())

@@ -87,7 +87,7 @@ def claim(job_id: str, now: datetime, first: bool = False) -> Job | None:
     """The next attempt of this job, or only the first one, of which the view is told; None when somebody else has it or
     it is done."""
     with db.transaction() as tx:
-        held = claim_if_free(tx, job_id, now, first)
+        held = jobs.start_by_message(tx, job_id, celery.NAME, now, lease_from(now), first)
         if held is None:  # perhaps it is being queued at this moment: its message must not go without a claim
             known = jobs.hold(tx, job_id)
             if first and known is not None and known.attempt > 0:
@@ -100,12 +100,6 @@ def claim(job_id: str, now: datetime, first: bool = False) -> Job | None:
     metrics.started(held)
     status.write_in_passing(held)
     return held
-
-
-def claim_if_free(tx: Connection, job_id: str, now: datetime, first: bool = False) -> Job | None:
-    """queued → running, by the message that names this job; None when the job does not wait for it, or somebody moves
-    it at this moment."""
-    return jobs.start_by_message(tx, job_id, celery.NAME, now, lease_from(now), first)
 
 
 def lease_from(now: datetime) -> datetime:

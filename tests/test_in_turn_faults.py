@@ -98,7 +98,7 @@ def test_the_watch_forgets_nobody_whose_claim_is_under_way(api: FlaskClient, wor
     messages()
     turn = run_in_turn._Turn(ids, clock.now)
     with pytest.raises(LookupError), db.transaction() as tx:
-        assert run_job.claim_if_free(tx, ids[0], clock.now()) is not None
+        assert jobs.start_by_message(tx, ids[0], "w", clock.now(), later(30)) is not None
         watch = threading.Thread(target=turn.beat)
         watch.start()
         watch.join()

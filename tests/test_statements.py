@@ -16,8 +16,7 @@ from tests.running import submit
 
 _all = select(schema.jobs).where(schema.jobs.c.id == bindparam("job_id"))
 _keep = insert(schema.tombstones).values({name: bindparam(name) for name in schema.tombstones.c.keys()})
-_keep_all = {"sqlite": _keep, "postgresql": insert(schema.tombstones).from_select(
-    schema.tombstones.c.keys(), statements.arrays(*schema.tombstones.c))}
+_keep_all = statements.inserts(schema.tombstones, list(schema.tombstones.c))
 _all_kept = select(schema.tombstones.c.job_id).order_by("job_id")
 
 
